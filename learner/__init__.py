@@ -1,0 +1,1 @@
+"""DeepSpeed learner that replays shadow masks in its attention."""

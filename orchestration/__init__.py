@@ -1,0 +1,1 @@
+"""Contracts, configuration, tasks, driver, metrics and the command line."""

@@ -1,0 +1,1 @@
+"""Tasks: where prompts come from and how responses are scored."""
