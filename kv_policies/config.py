@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
-class _BudgetedPolicyConfig(BaseModel):
+class BudgetedPolicyConfig(BaseModel):
     """What every evicting policy shares: how many keys of the context it keeps.
 
     The *context* is the prompt without its last token (that token is the first row to run against the compressed
@@ -29,7 +29,7 @@ class _BudgetedPolicyConfig(BaseModel):
         return 1
 
     @model_validator(mode="after")
-    def _check_budget(self) -> _BudgetedPolicyConfig:
+    def _check_budget(self) -> BudgetedPolicyConfig:
         if (self.budget_tokens is None) == (self.budget_ratio is None):
             raise ValueError(
                 "budget_tokens, budget_ratio: expected exactly one of the two, "
@@ -57,7 +57,7 @@ class DenseConfig(BaseModel):
     type: Literal["dense"] = "dense"
 
 
-class SnapKVConfig(_BudgetedPolicyConfig):
+class SnapKVConfig(BudgetedPolicyConfig):
     """SnapKV (arXiv 2404.14469): pooled attention of the last `window_tokens` context queries."""
 
     type: Literal["snapkv"] = "snapkv"
@@ -77,7 +77,7 @@ class SnapKVConfig(_BudgetedPolicyConfig):
         return self
 
 
-class StreamingLLMConfig(_BudgetedPolicyConfig):
+class StreamingLLMConfig(BudgetedPolicyConfig):
     """StreamingLLM (arXiv 2309.17453): attention sinks and the most recent keys, at their true positions."""
 
     type: Literal["streaming_llm"] = "streaming_llm"
@@ -88,7 +88,7 @@ class StreamingLLMConfig(_BudgetedPolicyConfig):
         return self.num_sink_tokens + 1
 
 
-class RandomConfig(_BudgetedPolicyConfig):
+class RandomConfig(BudgetedPolicyConfig):
     """Uniformly random keys per layer and head beside the last `window_tokens`; the baseline of the ablations."""
 
     type: Literal["random"] = "random"

@@ -9,6 +9,8 @@ from typing import ClassVar
 
 import torch
 
+from kv_policies.config import BudgetedPolicyConfig
+
 
 class Need(Enum):
     """What a policy has to see before it can choose. A policy that lists nothing chooses by position alone."""
@@ -80,3 +82,13 @@ class Policy(ABC):
         Returns:
             int64 [H_kv, num_keep]: indices into the S alive keys, strictly ascending in every row.
         """
+
+
+class BudgetedPolicy(Policy):
+    """A policy that keeps a fixed budget of the context, the same number in every layer and KV head."""
+
+    def __init__(self, config: BudgetedPolicyConfig) -> None:
+        self._config = config
+
+    def num_kept(self, num_prompt_tokens: int) -> int:
+        return min(num_prompt_tokens - 1, self._config.resolve_budget(num_prompt_tokens))
