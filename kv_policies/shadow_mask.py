@@ -231,16 +231,18 @@ def _as_boolean(kept: KeptPositions, alive: np.ndarray, first_row: int) -> np.nd
             f"ShadowMask: kept: expected [{num_layers}][{num_kv_heads}] position arrays, "
             f"got [{len(kept)}][{sorted({len(layer) for layer in kept})}]"
         )
+    heads = [np.asarray(head) for layer in kept for head in layer]
+    owner = np.repeat(np.arange(len(heads)), [head.size for head in heads])
+    positions = np.concatenate([head.reshape(-1) for head in heads])
+    where = f"ShadowMask: kept at first_row {first_row}"
+    if any(head.ndim != 1 or not np.issubdtype(head.dtype, np.integer) for head in heads):
+        raise ValueError(f"{where}: expected int [K] per head, got {heads[0].dtype} {list(heads[0].shape)}")
+    if positions.size and not (positions.min() >= 0 and positions.max() < first_row):
+        raise ValueError(f"{where}: expected positions in [0, {first_row}), got {positions.min()} to {positions.max()}")
+    if ((np.diff(positions) <= 0) & (np.diff(owner) == 0)).any():
+        raise ValueError(f"{where}: expected strictly ascending positions in every head")
     survives = np.zeros_like(alive)
-    for layer in range(num_layers):
-        for head in range(num_kv_heads):
-            positions = np.asarray(kept[layer][head])
-            where = f"ShadowMask: kept at first_row {first_row}, layer {layer}, head {head}"
-            if positions.ndim != 1 or (np.diff(positions) <= 0).any():
-                raise ValueError(f"{where}: expected strictly ascending positions, got {positions.tolist()[:8]}")
-            if positions.size and not (0 <= positions[0] and positions[-1] < first_row):
-                raise ValueError(f"{where}: expected positions in [0, {first_row}), got {positions.tolist()[:8]}")
-            survives[layer, head, positions] = True
+    survives.reshape(len(heads), -1)[owner, positions] = True
     if (survives & ~alive).any():
         layer, head, position = np.argwhere(survives & ~alive)[0].tolist()
         raise ValueError(
