@@ -15,7 +15,8 @@ class SamplingConfig(BaseModel):
     group_size: int = Field(default=8, ge=1)
     """G: responses per prompt."""
     max_response_tokens: int = Field(default=64, ge=1)
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=0.01)
+    """At least 0.01: vLLM silently raises what is lower, and would sample from another distribution than it reports."""
     top_p: float = 1.0
     top_k: int = -1
     seed: int = Field(default=0, ge=0)
