@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class AlgorithmConfig(BaseModel):
@@ -17,6 +17,17 @@ class AlgorithmConfig(BaseModel):
     """epsilon of the clipped importance ratio."""
     distillation_weight: float = Field(default=0.1, ge=0)
     """lambda of KL(sg[dense] || masked), over the full vocabulary."""
+    measure_dense: bool = True
+    """Run the dense teacher even if `distillation_weight` is 0, for the dense mismatch and the KL as gauges."""
+
+    @model_validator(mode="after")
+    def _teacher_runs(self) -> AlgorithmConfig:
+        if self.distillation_weight > 0 and not self.measure_dense:
+            raise ValueError(
+                "measure_dense: expected true while distillation_weight is above 0 (distillation needs the dense "
+                f"teacher), got measure_dense=false, distillation_weight={self.distillation_weight}"
+            )
+        return self
 
 
 class OptimizerConfig(BaseModel):
@@ -29,7 +40,9 @@ class OptimizerConfig(BaseModel):
     epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
-    """Linear warm-up, then constant."""
+    """Linear warm-up from 0: step i runs at i / warmup_steps of the learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or down to 0 at the last step of the run."""
     max_grad_norm: float = Field(default=1.0, gt=0)
 
 
