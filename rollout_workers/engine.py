@@ -13,22 +13,24 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.inputs import TokensPrompt
-from vllm.outputs import CompletionOutput
+from vllm.inputs import tokens_input
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.math_utils import cdiv
-from vllm.v1.engine import FinishReason
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason as VLLMFinishReason
+from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from kv_policies.config import PolicyConfig
 from kv_policies.shadow_mask import ShadowMask
-from orchestration.contracts import KVStats, PromptGroup, Trajectory, WeightBucket, WeightSnapshot
+from orchestration.contracts import FinishReason, KVStats, PromptGroup, Trajectory, WeightBucket, WeightSnapshot
 from rollout_workers.compatibility import check_capacity, check_model, has_tokenizer, stop_token_ids
 from rollout_workers.config import RolloutConfig, SamplingConfig
 from rollout_workers.environment import apply_environment
@@ -42,7 +44,7 @@ from rollout_workers.weights import FetchBucket, expected_shapes, iterate_weight
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Sample:
     """One request in flight."""
 
@@ -50,6 +52,7 @@ class _Sample:
     index: int
     internal_id: str
     """The id that vLLM's scheduler and worker know it by."""
+    num_preemptions: int = 0
 
 
 class RolloutEngine:
@@ -89,8 +92,8 @@ class RolloutEngine:
         self._rollout = rollout
         self._sampling = sampling
         self._llm = _build_engine(self._model_path, rollout, sampling, options)
-        self._core = self._llm.engine_core.engine_core
-        self._pool = self._core.scheduler.kv_cache_manager.block_pool
+        self._scheduler = cast(Scheduler, cast(InprocClient, self._llm.engine_core).engine_core.scheduler)
+        self._pool = self._scheduler.kv_cache_manager.block_pool
         self._tokenizer = self._llm.tokenizer
         self._stop_token_ids = stop_token_ids(model_path, getattr(self._tokenizer, "eos_token_id", None))
         self._samples: dict[str, _Sample] = {}
@@ -181,7 +184,7 @@ class RolloutEngine:
 
     @property
     def _is_sparse(self) -> bool:
-        return isinstance(self._core.scheduler, SparseScheduler)
+        return isinstance(self._scheduler, SparseScheduler)
 
     def _check_prompt(self, group: PromptGroup) -> None:
         num_prompt, limit = len(group.prompt_token_ids), self._rollout.max_model_len
@@ -196,10 +199,9 @@ class RolloutEngine:
                 f"{where}: expected prompt + sampling.max_response_tokens to fit rollout.max_model_len = {limit}, "
                 f"got {num_prompt} + {self._sampling.max_response_tokens}"
             )
-        low, high = min(group.prompt_token_ids), max(group.prompt_token_ids)
-        if low < 0 or high >= self._shape.vocab_size:
+        if unknown := [token for token in group.prompt_token_ids if not 0 <= token < self._shape.vocab_size]:
             raise ValueError(
-                f"{where}: prompt_token_ids: expected ids in [0, {self._shape.vocab_size}), got {low if low < 0 else high}"
+                f"{where}: prompt_token_ids: expected ids in [0, {self._shape.vocab_size}), got {unknown[0]}"
             )
 
     def _generate(self, groups: tuple[PromptGroup, ...]) -> Iterator[Trajectory]:
@@ -220,7 +222,7 @@ class RolloutEngine:
 
     def _add_request(self, group: PromptGroup, index: int) -> None:
         request_id = f"{self.name}-{next(self._request_numbers)}"
-        prompt = TokensPrompt(prompt_token_ids=list(group.prompt_token_ids))
+        prompt = tokens_input(list(group.prompt_token_ids))
         internal_id = self._llm.add_request(request_id, prompt, self._sampling_params())
         self._samples[request_id] = _Sample(group=group, index=index, internal_id=internal_id)
 
@@ -248,7 +250,7 @@ class RolloutEngine:
             for request_id in [r for r, sample in self._samples.items() if sample.group.group_id == group_id]:
                 sample = self._samples.pop(request_id)
                 state = self._llm.output_processor.request_states[sample.internal_id]
-                output = state.make_request_output([], None, FinishReason.ABORT, None)
+                output = cast(RequestOutput, state.make_request_output([], None, VLLMFinishReason.ABORT, None))
                 self._llm.abort_request([sample.internal_id], internal=True)
                 aborted.append(self._trajectory(sample, output.outputs[0]))
         return aborted
@@ -256,13 +258,13 @@ class RolloutEngine:
     def _step(self) -> list[Trajectory]:
         """One engine step; returns what ended in it."""
         started = time.perf_counter()
-        outputs = self._llm.step()
+        outputs = cast(list[RequestOutput], self._llm.step())
         seconds = time.perf_counter() - started
         ended = [self._trajectory(self._samples.pop(output.request_id), output.outputs[0]) for output in outputs]
-        scheduler = self._core.scheduler
+        self._count_preemptions()
         self._meter.step(
             seconds=seconds,
-            num_running=len(scheduler.running) + len(ended),
+            num_running=len(self._scheduler.running) + len(ended),
             num_blocks=min(
                 self._blocks_in_use() + sum(trajectory.kv.final_blocks for trajectory in ended),
                 self._pool.num_gpu_blocks - 1,
@@ -270,12 +272,19 @@ class RolloutEngine:
         )
         return ended
 
+    def _count_preemptions(self) -> None:
+        # A request that was preempted in a step has not ended in it, so none is missed.
+        for sample in self._samples.values():
+            found = self._scheduler.requests[sample.internal_id].num_preemptions
+            self._meter.num_preemptions += found - sample.num_preemptions
+            sample.num_preemptions = found
+
     def _trajectory(self, sample: _Sample, output: CompletionOutput) -> Trajectory:
         if output.finish_reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"{self.name}: group {sample.group.group_id}: vLLM ended it with {output.finish_reason}")
         prompt, response = sample.group.prompt_token_ids, tuple(output.token_ids)
         assert output.logprobs is not None
-        logprobs = [at[token].logprob for at, token in zip(output.logprobs, response, strict=True)]
+        logprobs = [at[token].logprob for at, token in zip(output.logprobs, response, strict=True) if at is not None]
         self._meter.generated_tokens += len(response)
         kept, usage = self._take_eviction(sample, len(response))
         num_context = len(prompt) - 1
@@ -286,7 +295,7 @@ class RolloutEngine:
             response_token_ids=response,
             logprobs=np.array(logprobs, dtype=np.float32),
             temperature=self._sampling.temperature,
-            finish_reason=output.finish_reason,
+            finish_reason=cast(FinishReason, output.finish_reason),
             weight_versions=(self._weight_version,),
             policy=self._policy.type,
             mask=ShadowMask.pack(
@@ -308,9 +317,9 @@ class RolloutEngine:
 
     def _take_eviction(self, sample: _Sample, num_response: int) -> tuple[list[tuple[int, np.ndarray]], BlockUsage]:
         """What an ended request kept, and the blocks that it held; both are forgotten here."""
-        scheduler = self._core.scheduler
-        if isinstance(scheduler, SparseScheduler):
-            return self._worker_call("take_kept", sample.internal_id), scheduler.take_block_usage(sample.internal_id)
+        if isinstance(self._scheduler, SparseScheduler):
+            usage = self._scheduler.take_block_usage(sample.internal_id)
+            return self._worker_call("take_kept", sample.internal_id), usage
         # Stock vLLM keeps every token but the last sampled one, which no row has read.
         num_tokens = len(sample.group.prompt_token_ids) + num_response - 1
         num_blocks = cdiv(num_tokens, self._rollout.block_size) if num_response else 0
@@ -332,7 +341,7 @@ class RolloutEngine:
 def _build_engine(
     model_path: Path, rollout: RolloutConfig, sampling: SamplingConfig, options: dict[str, Any]
 ) -> LLMEngine:
-    arguments = {
+    arguments: dict[str, Any] = {
         "model": str(model_path),
         "dtype": rollout.dtype,
         "max_model_len": rollout.max_model_len,

@@ -10,8 +10,9 @@ class EngineStats:
     """Counters of one engine since it started.
 
     Example:
-        >>> EngineStats(num_blocks=10, blocks_in_use=0, peak_blocks=8, num_preemptions=0, max_running=4, mean_running=3.5,
-        ...     generated_tokens=100, generate_seconds=2.0, kv_capacity_bytes=1 << 20, reserved_buffer_bytes=0).num_blocks
+        >>> EngineStats(num_blocks=10, blocks_in_use=0, peak_blocks=8, num_preemptions=0, max_running=4,
+        ...     mean_running=3.5, generated_tokens=100, generate_seconds=2.0, kv_capacity_bytes=1 << 20,
+        ...     reserved_buffer_bytes=0).num_blocks
         10
     """
 

@@ -46,8 +46,8 @@ def check_packages(*, vllm: str | None, torch: str | None, torchvision: str | No
     assert torch is not None
     if torchvision is not None and torch.endswith("+cpu") and not torchvision.endswith("+cpu"):
         raise UnsupportedVersion(
-            f"torchvision: expected none or a CPU build beside torch {torch}, got {torchvision}, whose operators do not "
-            "load and take transformers down with them: pip uninstall torchvision torchaudio torchcodec"
+            f"torchvision: expected none or a CPU build beside torch {torch}, got {torchvision}, whose operators do "
+            "not load and take transformers down with them: pip uninstall torchvision torchaudio torchcodec"
         )
 
 

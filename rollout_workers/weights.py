@@ -43,7 +43,7 @@ def verify_snapshot(
     for index in range(len(snapshot.buckets)):
         bucket = fetch(snapshot.buckets[index])
         at = f"{where}: weights version {snapshot.version}: bucket {index}"
-        found = hashlib.blake2b(bucket.data, digest_size=16).hexdigest()
+        found = hashlib.blake2b(bucket.data.data, digest_size=16).hexdigest()
         if found != bucket.checksum:
             raise ValueError(f"{at}: checksum: expected {bucket.checksum}, got {found}: refused, nothing was loaded")
         size = sum(_num_bytes(shape, dtype) for shape, dtype in zip(bucket.shapes, bucket.dtypes, strict=True))

@@ -15,7 +15,7 @@ from vllm.utils.math_utils import cdiv
 class CPUCacheLayout:
     """A cache [blocks, H_kv, block_size, 2 * D]: per block and head first the keys, permuted, then the values.
 
-    The permutation is not documented and differs between instruction sets, so it is learnt from the kernel that writes it.
+    The permutation is not documented and differs between instruction sets: it is learnt from the kernel that writes it.
     """
 
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class CPUCacheLayout:
         return data.reshape(num_blocks, num_kv_heads, self.block_size * self.head_dim)
 
     def _probe(self, marks: torch.Tensor) -> torch.Tensor:
-        """int64 [block_size * D]: the mark (small integer, exact in every dtype) found at each offset of a key block."""
+        """int64 [block_size * D]: the mark (a small integer, exact in every dtype) at each offset of a key block."""
         marks = marks.to(self.dtype).contiguous()
         block = torch.zeros(1, 1, 2 * self.block_size, self.head_dim, dtype=self.dtype)
         keys, values = block.chunk(2, dim=2)

@@ -16,9 +16,14 @@ from rollout_workers.sparse_kv.tracker import Eviction, EvictionStep
 class LayerCache(Protocol):
     """One layer's paged cache, read and written by request."""
 
-    layer: int
-    num_kv_heads: int
-    attention_scale: float
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def attention_scale(self) -> float: ...
 
     def read(self, row: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [H_kv, num_slots, D] of the first slots of block-table row `row`, copied."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,8 +14,13 @@ from rollout_workers.sparse_kv.eviction import attach_step
 from rollout_workers.sparse_kv.options import policy_of
 from rollout_workers.sparse_kv.tracker import Eviction, EvictionStep, EvictionTracker, StepRow
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _V1Runner
+else:
+    _V1Runner = object
 
-class SparseRunnerMixin:
+
+class SparseRunnerMixin(_V1Runner):
     """To be mixed into a V1 runner. All state is per runner, so engines of one process do not see each other."""
 
     tracker: EvictionTracker
@@ -38,6 +43,7 @@ class SparseRunnerMixin:
     def _build_attention_metadata(self, *args, **kwargs):
         attention_metadata, common_metadata = super()._build_attention_metadata(*args, **kwargs)
         if self._step is not None:
+            assert isinstance(attention_metadata, dict), "micro-batches are not supported"
             for metadata in attention_metadata.values():
                 attach_step(metadata, self._step)
         return attention_metadata, common_metadata
@@ -81,7 +87,7 @@ class SparseRunnerMixin:
                 query_start=int(starts[row]),
                 num_computed_tokens=int(self.input_batch.num_computed_tokens_cpu[row]),
                 num_scheduled_tokens=int(num_scheduled_tokens[row]),
-                prompt_token_ids=self.requests[request_id].prompt_token_ids,
+                prompt_token_ids=self.requests[request_id].prompt_token_ids or (),
             )
             for row, request_id in enumerate(self.input_batch.req_ids)
         ]

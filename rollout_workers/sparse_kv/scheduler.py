@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
@@ -23,11 +25,11 @@ class SparseScheduler(Scheduler):
                 "sparse KV: expected one KV cache group managed by SparseKVCacheManager, "
                 f"got {[type(manager).__name__ for manager in managers]}"
             )
-        self._manager: SparseKVCacheManager = managers[0]
+        self._manager = cast(SparseKVCacheManager, managers[0])
         self._manager.bind(self._plan, lambda request_id: self.requests[request_id].num_prompt_tokens)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        # Steps run in order on the worker, so what was scheduled counts as compacted: the blocks can be handed to others.
+        # Steps run in order on the worker: what was scheduled counts as compacted, its tail blocks can be handed on.
         for request in self.running:
             num_tokens = request.num_computed_tokens
             num_evicted = self._plan.num_evicted(num_tokens, request.num_prompt_tokens)

@@ -48,6 +48,10 @@ class RequestEvictions:
     window: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """Layer -> window queries of earlier prefill chunks; empty unless a chunk ended inside the window."""
 
+    @property
+    def window_bytes(self) -> int:
+        return sum(chunk.nbytes for chunks in self.window.values() for chunk in chunks)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
@@ -127,12 +131,7 @@ class EvictionTracker:
 
     def finish_step(self, step: EvictionStep) -> None:
         """Records what a step decided and drops the window queries that it used."""
-        held = sum(
-            chunk.nbytes
-            for request in self._requests.values()
-            for chunks in request.window.values()
-            for chunk in chunks
-        )
+        held = sum(request.window_bytes for request in self._requests.values())
         self.peak_buffer_bytes = max(self.peak_buffer_bytes, held)
         for eviction in step.evictions:
             eviction.request.window.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -25,7 +27,8 @@ class SparseCPUWorker(CPUWorker):
         self._check_config()
         register_spec()
         super().init_device()
-        # CPUWorker hard-codes its runner class. A runner holds no weights and no cache yet, so building it anew is cheap.
+        # CPUWorker hard-codes its runner class. A runner has no weights and no cache yet: building it anew is cheap.
+        assert self.device is not None
         self.model_runner = SparseCPUModelRunner(self.vllm_config, self.device)
 
     def load_model(self, *args, **kwargs) -> None:
@@ -75,7 +78,8 @@ class SparseCPUWorker(CPUWorker):
             raise ValueError(f"sparse KV: not supported together with eviction: {', '.join(found)}")
 
     def _check_layers(self) -> None:
-        for name, layer in get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase).items():
+        layers: dict[str, Any] = get_layers_from_vllm_config(self.vllm_config, cast(type[Any], AttentionLayerBase))
+        for name, layer in layers.items():
             if type(layer) is not Attention:
                 raise ValueError(f"sparse KV: layer {name}: expected full attention, got {type(layer).__name__}")
             impl = layer.impl
