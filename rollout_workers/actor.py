@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ray import get, method
+from ray import ObjectRef, get, method
 
 from kv_policies.config import PolicyConfig
 from orchestration.contracts import PromptGroup, Trajectory, WeightSnapshot
@@ -47,7 +47,7 @@ class RolloutActor:
 
     def update_weights(self, snapshot: WeightSnapshot) -> None:
         """See `RolloutEngine.update_weights`; buckets may be object references and are fetched one at a time."""
-        self._engine.update_weights(snapshot, fetch=lambda entry: get(entry) if _is_reference(entry) else entry)
+        self._engine.update_weights(snapshot, fetch=_fetch)
 
     def weight_version(self) -> int:
         """See `RolloutEngine.weight_version`."""
@@ -80,7 +80,5 @@ def actor_options(rollout: RolloutConfig) -> dict[str, Any]:
     }
 
 
-def _is_reference(entry: Any) -> bool:
-    from ray import ObjectRef
-
-    return isinstance(entry, ObjectRef)
+def _fetch(entry: Any) -> Any:
+    return get(entry) if isinstance(entry, ObjectRef) else entry
