@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +92,7 @@ def accelerators() -> list[str]:
 def _existing_cluster() -> Iterator[None]:
     import ray
 
-    ray.init(log_to_driver=False, logging_level="error")
+    ray.init(log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield
     finally:
@@ -104,48 +103,34 @@ def _existing_cluster() -> Iterator[None]:
 def _private_cluster(log_dir: Path | None) -> Iterator[None]:
     import ray
 
+    _keep_token_out_of_home()
     # Ray puts its Unix sockets below this folder, and a socket's path has at most 107 bytes: so not the run folder.
     root = Path(tempfile.mkdtemp(prefix="penumbra-"))
     try:
-        with _environment(_private_environment(root)):
-            ray.init(
-                address="local",
-                num_cpus=os.cpu_count(),
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="error",
-                _temp_dir=str(root),
-            )
-            try:
-                yield
-            finally:
-                ray.shutdown()
+        ray.init(
+            address="local",
+            num_cpus=os.cpu_count(),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(root),
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
     finally:
         if log_dir is not None:
             _copy_worker_logs(root / "session_latest" / "logs", log_dir)
         shutil.rmtree(root, ignore_errors=True)
 
 
-def _private_environment(root: Path) -> dict[str, str]:
-    """Keeps Ray's token out of the home folder, where it would bind every later cluster of the user, and its
-    usage report off the network."""
-    token = root / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables, those that the user set excepted, and takes them back at the end."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
+def _keep_token_out_of_home() -> None:
+    """Gives Ray a token in this process's environment, before it writes one to ~/.ray, where it would bind every later
+    cluster of the user. It stays set, because Ray caches it for as long as the process lives."""
+    if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _copy_worker_logs(session_logs: Path, log_dir: Path) -> None:
@@ -181,11 +166,9 @@ def _check_fits(bundles: Sequence[Bundle], available: dict[str, float]) -> None:
             raise ValueError(f"Not enough {name}s: {_asked_and_available(bundles, available)}")
 
 
-def _total(bundles: Sequence[Bundle]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for bundle in bundles:
-        total.update(bundle.resources)  # type: ignore[arg-type]  # Counter adds floats just as well
-    return total
+def _total(bundles: Sequence[Bundle]) -> dict[str, float]:
+    total = {name: sum(bundle.resources.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
+    return {name: number for name, number in total.items() if number}
 
 
 def _asked_and_available(bundles: Sequence[Bundle], available: dict[str, float]) -> str:

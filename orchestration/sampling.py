@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from orchestration.contracts import PromptGroup, Trajectory
 from orchestration.errors import WorkerError
@@ -39,14 +40,14 @@ def stream_trajectories(engines: Sequence[Worker], groups: Sequence[PromptGroup]
     import ray
 
     dealt = [(engine, groups[i :: len(engines)]) for i, engine in enumerate(engines)]
-    running = {
+    running: dict[Any, tuple[Worker, set[tuple[str, int]]]] = {
         engine.actor.generate.options(num_returns="streaming").remote(share): (engine, _expected(share))
         for engine, share in dealt
         if share
     }
     while running:
         ready, _ = ray.wait(list(running), num_returns=1)
-        stream = ready[0]
+        stream: Any = ready[0]
         engine, missing = running[stream]
         try:
             reference = next(stream)

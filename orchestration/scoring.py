@@ -69,7 +69,7 @@ class RewardScorer:
         scored = [self.score_one(t) for t in sorted(trajectories, key=lambda t: (t.group_id, t.sample_index))]
         kept = [trajectory for trajectory, outcome in scored if outcome == "scored"]
         truncated = sum(trajectory.finish_reason == "length" for trajectory in kept)
-        outcomes = Counter(outcome for _, outcome in scored)
+        outcomes: Counter[str] = Counter(outcome for _, outcome in scored)
         return kept, SampleCounts(requested=len(scored), truncated=truncated, **outcomes)
 
     def score_one(self, trajectory: Trajectory) -> tuple[Trajectory, Outcome]:
@@ -97,7 +97,7 @@ class RewardScorer:
             logger.warning("%s Others like it are only counted.", message, exc_info=error)
 
 
-def drop_lone_samples(trajectories: list[Trajectory]) -> tuple[list[Trajectory], int]:
+def drop_lone_samples(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], int]:
     """Removes samples that are alone in their group: an advantage needs at least two rewards to compare."""
     sizes = Counter(trajectory.group_id for trajectory in trajectories)
     kept = [trajectory for trajectory in trajectories if sizes[trajectory.group_id] > 1]

@@ -30,22 +30,20 @@ class Worker:
     name: str
     actor: ActorHandle
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         """Calls a method and waits.
 
         Raises:
-            WorkerError: the actor raised, is dead, or did not answer within `timeout_s`.
+            WorkerError: the actor raised or is dead.
         """
-        return self.wait(getattr(self.actor, method).remote(*args, **kwargs), method, timeout_s)
+        return self.wait(getattr(self.actor, method).remote(*args), method)
 
-    def wait(self, reference: Any, doing: str, timeout_s: float | None = None) -> Any:
+    def wait(self, reference: Any, doing: str) -> Any:
         """Waits for a result of this actor; raises like `call`."""
         import ray
 
         try:
-            return ray.get(reference, timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise WorkerError(f"{self.name} did not finish {doing} within {timeout_s:g} s") from error
+            return ray.get(reference)
         except ray.exceptions.RayTaskError as error:
             raise WorkerError(f"{self.name} failed in {doing}: {_last_line(error)}") from error
         except ray.exceptions.RayActorError as error:
@@ -57,16 +55,15 @@ def start_engines(config: RunConfig, model_path: str, group: PlacementGroup, fir
     from rollout_workers.actor import RolloutActor, actor_options
 
     return tuple(
-        _start(
+        Worker(
             f"engine-{i}",
-            RolloutActor,
-            actor_options(config.rollout),
-            (group, first_bundle + i),
-            model_path,
-            policy=config.policy,
-            rollout=config.rollout,
-            sampling=config.sampling,
-            name=f"engine-{i}",
+            _placed(RolloutActor, actor_options(config.rollout), group, first_bundle + i).remote(
+                model_path,
+                policy=config.policy,
+                rollout=config.rollout,
+                sampling=config.sampling,
+                name=f"engine-{i}",
+            ),
         )
         for i in range(config.rollout.num_engines)
     )
@@ -76,15 +73,10 @@ def start_learner(config: RunConfig, model_path: str, group: PlacementGroup, bun
     """Starts the learner actor in a bundle; does not wait for it."""
     from learner.actor import LearnerActor, actor_options
 
-    return _start(
+    actor_class = _placed(LearnerActor, actor_options(config.learner), group, bundle)
+    return Worker(
         "learner",
-        LearnerActor,
-        actor_options(config.learner),
-        (group, bundle),
-        model_path,
-        config.learner,
-        seed=config.run.seed,
-        total_steps=config.run.num_steps,
+        actor_class.remote(model_path, config.learner, seed=config.run.seed, total_steps=config.run.num_steps),
     )
 
 
@@ -100,32 +92,30 @@ def push_weights(engines: Sequence[Worker], snapshot: WeightSnapshot, timeout_s:
     Raises:
         WorkerError: an engine failed or did not finish in time.
     """
-    references = [engine.actor.update_weights.remote(snapshot) for engine in engines]
+    import ray
+
+    doing = f"update_weights to version {snapshot.version}"
+    references: list[Any] = [engine.actor.update_weights.remote(snapshot) for engine in engines]
+    _, late = ray.wait(references, num_returns=len(references), timeout=timeout_s)
     for engine, reference in zip(engines, references, strict=True):
-        engine.wait(reference, f"update_weights to version {snapshot.version}", timeout_s)
+        if reference in late:
+            raise WorkerError(f"{engine.name} did not finish {doing} within {timeout_s:g} s")
+        engine.wait(reference, doing)
 
 
 def engine_stats(engines: Sequence[Worker]) -> list[EngineStats]:
     """The statistics of all engines."""
-    references = [engine.actor.stats.remote() for engine in engines]
+    references: list[Any] = [engine.actor.stats.remote() for engine in engines]
     return [engine.wait(reference, "stats") for engine, reference in zip(engines, references, strict=True)]
 
 
-def _start(
-    name: str,
-    actor_class: type,
-    options: dict[str, Any],
-    bundle: tuple[PlacementGroup, int],
-    *args: Any,
-    **kwargs: Any,
-) -> Worker:
+def _placed(actor_class: type, options: dict[str, Any], group: PlacementGroup, bundle: int) -> Any:
+    """The class as a Ray actor class that starts in one bundle."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    group, index = bundle
-    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-    actor = ray.remote(actor_class).options(scheduling_strategy=strategy, **options).remote(*args, **kwargs)
-    return Worker(name, actor)
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    return ray.remote(actor_class).options(scheduling_strategy=strategy, **options)
 
 
 def _last_line(error: Exception) -> str:

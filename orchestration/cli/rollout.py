@@ -53,6 +53,6 @@ def _run(arguments: argparse.Namespace) -> int:
             if outcome != "aborted":
                 writer.write(trajectory)
     print(f"{arguments.out}: {outcomes.total() - outcomes['aborted']} samples of {len(groups)} prompts")
-    for outcome, number in sorted(outcomes.items()):
-        print(f"  {outcome}: {number}")
+    for name, number in sorted(outcomes.items()):
+        print(f"  {name}: {number}")
     return 0
