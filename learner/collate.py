@@ -50,7 +50,10 @@ class MicroBatch:
     def to(self, device: torch.device | str) -> MicroBatch:
         """A copy on `device`."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return MicroBatch(**{n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in values.items()})
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = value.to(device)
+        return MicroBatch(**values)
 
     def split(self, values: torch.Tensor) -> dict[int, torch.Tensor]:
         """[K] values by trajectory index."""

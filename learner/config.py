@@ -70,3 +70,14 @@ class LearnerConfig(BaseModel):
     """Largest bucket of a weight push (a parameter larger than that travels alone)."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    @model_validator(mode="after")
+    def _stage_fits_dtype(self) -> LearnerConfig:
+        # DeepSpeed 0.19.8, stage 0, bfloat16: gradients accumulate in bfloat16, and the optimizer takes a step on zero
+        # gradients when it is made, so that Adam's first real update is 0.73 of what it should be.
+        if self.dtype == "bfloat16" and self.zero_stage == 0:
+            raise ValueError(
+                "zero_stage: expected 1, 2 or 3 with dtype bfloat16 (stage 0 accumulates gradients in bfloat16), "
+                "got zero_stage=0"
+            )
+        return self

@@ -195,6 +195,8 @@ def deepspeed_config(config: LearnerConfig) -> dict[str, Any]:
         "managed_gradient_accumulation": False,
         "gradient_clipping": config.optimizer.max_grad_norm,
         "bf16": {"enabled": config.dtype == "bfloat16"},
+        # bfloat16 sums of many micro-batches would lose the small gradients.
+        "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": config.zero_stage, "overlap_comm": False},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
