@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -108,7 +108,7 @@ class RolloutEngine:
         """Version of the weights that the next token will be sampled under."""
         return self._weight_version
 
-    def generate(self, groups: Sequence[PromptGroup]) -> Iterator[Trajectory]:
+    def generate(self, groups: Sequence[PromptGroup]) -> Generator[Trajectory, None, None]:
         """Samples every group and yields each response as it ends.
 
         Closing the iterator early, or an exception, aborts what is still in flight and frees its blocks.
@@ -154,7 +154,8 @@ class RolloutEngine:
         if self._expected_shapes is None:
             self._expected_shapes = expected_shapes(self._model_path)
         verify_snapshot(snapshot, self._expected_shapes, fetch, self.name)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterate_weights(snapshot, fetch)})
+        weights = iterate_weights(snapshot, fetch, getattr(torch, self._rollout.dtype))
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._llm.collective_rpc(retie_embeddings)
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(f"{self.name}: update_weights: KV blocks are in use without a request in flight")
@@ -204,7 +205,7 @@ class RolloutEngine:
                 f"{where}: prompt_token_ids: expected ids in [0, {self._shape.vocab_size}), got {unknown[0]}"
             )
 
-    def _generate(self, groups: tuple[PromptGroup, ...]) -> Iterator[Trajectory]:
+    def _generate(self, groups: tuple[PromptGroup, ...]) -> Generator[Trajectory, None, None]:
         if self._samples:
             raise RuntimeError(f"{self.name}: generate: expected no other generate in flight, got one")
         self._abort_requested.clear()

@@ -40,12 +40,14 @@ def verify_snapshot(
         ValueError: names the engine, and the bucket or the parameters.
     """
     seen: set[str] = set()
+    combined = hashlib.blake2b(digest_size=16)
     for index in range(len(snapshot.buckets)):
         bucket = fetch(snapshot.buckets[index])
         at = f"{where}: weights version {snapshot.version}: bucket {index}"
         found = hashlib.blake2b(bucket.data.data, digest_size=16).hexdigest()
         if found != bucket.checksum:
             raise ValueError(f"{at}: checksum: expected {bucket.checksum}, got {found}: refused, nothing was loaded")
+        combined.update(found.encode())
         size = sum(_num_bytes(shape, dtype) for shape, dtype in zip(bucket.shapes, bucket.dtypes, strict=True))
         if size != bucket.data.nbytes:
             raise ValueError(f"{at}: data: expected {size} bytes for its shapes, got {bucket.data.nbytes}")
@@ -55,21 +57,28 @@ def verify_snapshot(
             if tuple(shape) != tuple(expected[name]):
                 raise ValueError(f"{at}: {name}: expected shape {list(expected[name])}, got {list(shape)}")
             seen.add(name)
+    if combined.hexdigest() != snapshot.checksum:
+        raise ValueError(
+            f"{where}: weights version {snapshot.version}: checksum over all buckets: expected {snapshot.checksum}, "
+            f"got {combined.hexdigest()}: buckets of different snapshots"
+        )
     if missing := [name for name in expected if name not in seen]:
         raise ValueError(
             f"{where}: weights version {snapshot.version}: {len(missing)} missing parameters: {', '.join(missing[:5])}"
         )
 
 
-def iterate_weights(snapshot: WeightSnapshot, fetch: FetchBucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (HF name, tensor) in order, holding one bucket at a time."""
+def iterate_weights(
+    snapshot: WeightSnapshot, fetch: FetchBucket, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (HF name, tensor of `dtype`) in order, holding one bucket at a time."""
     for entry in snapshot.buckets:
         bucket = fetch(entry)
         offset = 0
-        for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
-            size = _num_bytes(shape, dtype)
+        for name, shape, sent_as in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
+            size = _num_bytes(shape, sent_as)
             data = bucket.data[offset : offset + size].copy()  # of its own: aligned, and writable where Ray's is not
-            yield name, torch.from_numpy(data).view(getattr(torch, dtype)).view(shape)
+            yield name, torch.from_numpy(data).view(getattr(torch, sent_as)).view(shape).to(dtype)
             offset += size
 
 

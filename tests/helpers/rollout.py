@@ -65,8 +65,13 @@ def make_snapshot(model: PreTrainedModel, *, version: int, bucket_bytes: int = 2
             pending = []
     if pending:
         buckets.append(make_bucket(pending))
-    checksum = hashlib.blake2b("".join(b.checksum for b in buckets).encode(), digest_size=16).hexdigest()
-    return WeightSnapshot(version=version, checksum=checksum, buckets=tuple(buckets))
+    return WeightSnapshot(version=version, checksum=combined_checksum(buckets), buckets=tuple(buckets))
+
+
+def combined_checksum(buckets: Sequence[Any]) -> str:
+    """Checksum of a snapshot with these buckets."""
+    checksums = "".join(getattr(bucket, "checksum", "") for bucket in buckets)
+    return hashlib.blake2b(checksums.encode(), digest_size=16).hexdigest()
 
 
 def make_bucket(parameters: Sequence[tuple[str, np.ndarray]]) -> WeightBucket:
