@@ -89,7 +89,8 @@ class Learner:
 
         Raises:
             ValueError: no response token, or a trajectory of another model.
-            FloatingPointError: the loss is not finite; the weights are untouched.
+            FloatingPointError: the loss is not finite. The weights are untouched and can be saved; gradients of
+                earlier micro-batches remain, so no further step may follow.
         """
         start = time.perf_counter()
         if not batch.num_response_tokens:
@@ -154,7 +155,6 @@ class Learner:
             output = self._engine(self._to_device(micro_batch), objective)
             loss = output.pop("loss")
             if not torch.isfinite(loss):
-                self._engine.zero_grad()
                 raise FloatingPointError(f"loss: expected a finite number, got {loss.item()}")
             self._engine.backward(loss)
             output["sampler_logprobs"] = micro_batch.sampler_logprobs
