@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 _COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -82,14 +81,14 @@ class RunConsole:
 
     def summary(self, summary: Mapping[str, Any], run_folder: Path) -> None:
         """The end of the run."""
-        table = Table(show_header=False, box=None, pad_edge=False)
-        for name, text in summary_lines(summary):
-            table.add_row(name, text)
-        table.add_row("run folder", str(run_folder))
-        table.add_row("trained model", str(run_folder / "final"))
         self._progress.stop()
-        self._console.print()
-        self._console.print(table, markup=False)
+        self.note("")
+        for name, text in (
+            *summary_lines(summary),
+            ("run folder", run_folder),
+            ("trained model", run_folder / "final"),
+        ):
+            self.note(f"{name:<18}{text}")
 
     def _show_header(self) -> None:
         if not self._header_shown:

@@ -104,15 +104,13 @@ class Driver:
             self._skip(step, metrics)
         else:
             self._skipped_in_a_row = 0
-            start = time.perf_counter()
             metrics |= self._learner.call("train_step", batch)
+            start = time.perf_counter()
             snapshot: WeightSnapshot = self._learner.call("publish")
-            pushing = time.perf_counter()
             push_weights(self._engines, snapshot)
             self._version = snapshot.version
+            metrics["time/push_s"] = time.perf_counter() - start
             metrics["weights/checksum"] = snapshot.checksum
-            metrics["time/learner_s"] = pushing - start
-            metrics["time/push_s"] = time.perf_counter() - pushing
         metrics["weights/version"] = self._version
         return metrics
 

@@ -30,7 +30,10 @@ does not apply to a step is absent; a number that is not finite is null.
 | rollout/max_running | requests | most requests that ran at once, maximum over engines, since the engines started |
 | weights/version | | after the step |
 | weights/checksum | | of the published weights (JSON only) |
-| time/{rollout_s,learner_s,push_s,step_s} | s | wall clock, seen from the driver |
+| time/rollout_s | s | sampling and scoring, wall clock |
+| time/learner_s | s | the optimiser step, wall clock in the learner |
+| time/push_s | s | publishing the weights and loading them into every engine, wall clock |
+| time/step_s | s | the whole step without evaluation, wall clock |
 | loss/*, policy/*, mismatch/*, optimizer/*, batch/* | | from the learner, see `learner.engine.Learner.train_step` |
 
 `mismatch/masked_*` and `mismatch/dense_*` are |log p learner - log p sampler| per token, in nats, for the forward
