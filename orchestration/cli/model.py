@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+from orchestration.cli.quiet import quiet_transformers
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -21,7 +25,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     _add_out(tiny)
     tiny.add_argument("--architecture", choices=("qwen3", "llama"), default="qwen3", help="default: %(default)s")
     tiny.add_argument(
-        "--warmup-steps", metavar="N", type=int, default=40, help="supervised steps; 0: random (default: %(default)s)"
+        "--warmup-steps",
+        metavar="N",
+        type=int,
+        default=100,
+        help="most supervised steps; 0: random weights (default: %(default)s)",
     )
     tiny.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     tiny.set_defaults(command=_make_tiny)
@@ -37,31 +45,46 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder to make; must be new or empty")
+    parser.add_argument("--exist-ok", action="store_true", help="do nothing if the folder already holds a model")
 
 
 def _make_tiny(arguments: argparse.Namespace) -> int:
     if arguments.warmup_steps < 0:
         raise ValueError(f"--warmup-steps: expected at least 0, got {arguments.warmup_steps}")
-    out = _checked_out(arguments.out)
 
-    from orchestration.models.tiny import make_tiny_model
+    def make(out: Path) -> None:
+        from orchestration.models.tiny import make_tiny_model
 
-    make_tiny_model(out, architecture=arguments.architecture, warmup_steps=arguments.warmup_steps, seed=arguments.seed)
-    print(out)
-    return 0
+        quiet_transformers()
+        make_tiny_model(
+            out, architecture=arguments.architecture, warmup_steps=arguments.warmup_steps, seed=arguments.seed
+        )
+
+    return _make(arguments, make)
 
 
 def _make_smollm2(arguments: argparse.Namespace) -> int:
-    out = _checked_out(arguments.out)
+    def make(out: Path) -> None:
+        from orchestration.models.smollm2 import make_smollm2
 
-    from orchestration.models.smollm2 import make_smollm2
+        quiet_transformers()
+        make_smollm2(out)
 
-    make_smollm2(out)
-    print(out)
-    return 0
+    return _make(arguments, make)
 
 
-def _checked_out(out: Path) -> Path:
+def _make(arguments: argparse.Namespace, make: Callable[[Path], None]) -> int:
+    """Makes the folder whole or not at all: an interrupted command leaves nothing that looks like a model."""
+    out: Path = arguments.out
+    if arguments.exist_ok and (out / "config.json").is_file():
+        print(f"{out} (was there already)")
+        return 0
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: expected a folder that is new or empty, got {out}")
-    return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        made = Path(scratch) / out.name
+        make(made)
+        made.replace(out)
+    print(out)
+    return 0

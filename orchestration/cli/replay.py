@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from orchestration.cli.quiet import quiet_transformers
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Adds the command."""
@@ -38,6 +40,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from learner.replay import replay
 
+    quiet_transformers()
     report = replay(trajectories, str(arguments.model), dtype=arguments.dtype)
     print(f"|delta log p| in nats over {report.masked.num_tokens} tokens of {len(trajectories)} samples")
     print(f"{'forward':<8} {'mean':>10} {'p99':>10} {'max':>10}")

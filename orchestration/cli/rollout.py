@@ -37,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from orchestration.storage import TrajectoryWriter
     from orchestration.workers import start_engines, wait_until_ready
 
-    task = check_run(config)
+    task = check_run(config, with_learner=False)
     groups = task.train_groups(0, arguments.num_prompts or config.run.prompts_per_step)
     scorer = RewardScorer(task)
     outcomes: Counter[str] = Counter()
