@@ -97,7 +97,10 @@ def stop_token_ids(model_path: str | Path, tokenizer_eos: int | None = None) -> 
 
 def _unsupported(config: PretrainedConfig) -> Iterator[str]:
     """Names, for people, of everything in a config that rules a model out."""
-    value = _lookup(config)
+
+    def value(name: str) -> Any:
+        return getattr(config, name, None)
+
     kinds = set(value("layer_types") or ()) - {"full_attention"}
     sliding = "sliding_attention" in kinds or (
         not value("layer_types") and value("sliding_window") and value("use_sliding_window") is not False
@@ -118,10 +121,3 @@ def _unsupported(config: PretrainedConfig) -> Iterator[str]:
         f"architecture {architectures}": architectures and not any(a.endswith("ForCausalLM") for a in architectures),
     }
     return (name for name, present in checks.items() if present)
-
-
-def _lookup(config: PretrainedConfig):
-    def value(name: str) -> Any:
-        return getattr(config, name, None)
-
-    return value

@@ -11,7 +11,7 @@ _VLLM = "0.32"
 _TORCH = "2.13"
 
 
-class UnsupportedVersion(RuntimeError):
+class UnsupportedVersion(ValueError):
     """This installation cannot run the rollout engines; the message says why and what to do."""
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from kv_policies.config import DenseConfig, PolicyConfig
 from kv_policies.policy import Need, Policy
@@ -21,10 +22,15 @@ def engine_options(policy: PolicyConfig) -> dict[str, Any]:
     Prefix caching is off: compaction rewrites blocks in place, so no other request may read them.
 
     Raises:
-        ValueError: the policy needs something that the engine cannot show it.
+        ValueError: the policy needs something that the engine cannot show it, or this is not vLLM's CPU build.
     """
     if isinstance(policy, DenseConfig):
         return {}
+    if not current_platform.is_cpu():
+        raise ValueError(
+            f"policy.type: expected dense on {current_platform.device_name}, got {policy.type}: "
+            "eviction is implemented for vLLM's CPU attention only"
+        )
     built = build_policy(policy)
     assert built is not None
     if missing := built.needs - _SUPPORTED_NEEDS:

@@ -10,6 +10,7 @@ import pytest
 
 from kv_policies.config import DenseConfig, SnapKVConfig, StreamingLLMConfig
 from orchestration.contracts import PromptGroup
+from rollout_workers.config import RolloutConfig, SamplingConfig
 from tests.helpers.reference import load_reference, max_delta, replay, replay_dense
 from tests.helpers.rollout import TOLERANCE, prompt_groups, rollout_engine
 
@@ -181,3 +182,20 @@ def _attention_impl(engine) -> str:
         return f"{impl.__module__}.{impl.__qualname__}"
 
     return engine._worker_call(qualified_name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scheduler_cls": None}, "sparse KV: not supported together with eviction: scheduler Scheduler"),
+        ({"enable_prefix_caching": True}, "sparse KV: not supported together with eviction: prefix caching"),
+    ],
+    ids=["stock-scheduler", "prefix-caching"],
+)
+def test_a_worker_whose_hooks_are_not_live_refuses_to_start(qwen3_gqa, change, message: str) -> None:
+    from rollout_workers.engine import _build_engine
+    from rollout_workers.sparse_kv.options import engine_options
+
+    rollout = RolloutConfig(max_model_len=512, kv_cache_bytes=16 << 20)
+    with pytest.raises(ValueError, match=message):
+        _build_engine(qwen3_gqa, rollout, SamplingConfig(), engine_options(SNAPKV) | change)
