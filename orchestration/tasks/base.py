@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestration.contracts import PromptGroup, Trajectory
@@ -43,6 +45,42 @@ class Task(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """What every task needs to know of the run."""
+
+    seed: int
+    group_size: int
+    """Samples per training prompt."""
+    eval_samples_per_prompt: int
+    max_prompt_tokens: int
+    """Longer prompts leave no room for a whole response."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt of a task, before it is asked for a number of samples."""
+
+    token_ids: tuple[int, ...]
+    answer: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def group(self, group_id: str, num_samples: int) -> PromptGroup:
+        """The prompt as rollout workers take it."""
+        return PromptGroup(
+            group_id=group_id,
+            prompt_token_ids=self.token_ids,
+            num_samples=num_samples,
+            answer=self.answer,
+            metadata=self.metadata,
+        )
+
+
+def prompt_digest(seed: int, prompt: Prompt) -> bytes:
+    """16 bytes that depend on the seed and the prompt's tokens alone: decides which prompts are held out."""
+    return hashlib.blake2b(f"{seed}:{prompt.token_ids}".encode(), digest_size=16).digest()
+
+
 class PromptBuilder:
     """Text to prompt token ids, once: from here on ids travel, and nothing is tokenised again.
 
@@ -81,7 +119,7 @@ class PromptBuilder:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def from_text(self, text: str) -> tuple[int, ...]:
-        """Token ids of plain text; the tokenizer's BOS goes first where it has one and the text doesn't begin with it."""
+        """Token ids of plain text, after the tokenizer's BOS where it has one and the text doesn't begin with it."""
         bos = self._tokenizer.bos_token
         has_bos = bool(bos) and text.startswith(bos)
         return tuple(self._tokenizer(text, add_special_tokens=not has_bos)["input_ids"])

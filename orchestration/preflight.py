@@ -1,0 +1,80 @@
+"""Everything that can be checked before anything heavy starts: each failure is one line that names the setting."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from orchestration.config import RunConfig
+from orchestration.placement import plan_bundles
+from orchestration.tasks.base import Task
+
+
+def check_run(config: RunConfig, *, with_learner: bool = True) -> Task:
+    """Checks versions, the model folder, the KV pool, the resources and the task.
+
+    Args:
+        config: of the run.
+        with_learner: whether the command trains; `penumbra rollout` doesn't.
+
+    Returns:
+        The task, its data read and its reward function found.
+
+    Raises:
+        ValueError: the first thing that is wrong.
+    """
+    from rollout_workers.versions import check_versions
+
+    check_versions()
+    check_resources(config, with_learner=with_learner)
+    check_model_folder(config, with_learner=with_learner)
+
+    from transformers import AutoTokenizer
+
+    from orchestration.tasks.build import build_task
+
+    return build_task(config, AutoTokenizer.from_pretrained(config.model.path, local_files_only=True))
+
+
+def check_model_folder(config: RunConfig, *, with_learner: bool) -> None:
+    """Raises ValueError unless the folder holds a model that both sides can run, its weights and a tokenizer."""
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        raise ValueError(
+            f"model.path: expected a Hugging Face model folder, there is none at {folder} "
+            "(`penumbra model tiny` and `penumbra model smollm2` make one)"
+        )
+    from rollout_workers.compatibility import check_capacity, check_model, has_tokenizer
+
+    shape = check_model(folder)
+    if with_learner:
+        from learner.model import check_model as check_trainable
+
+        check_trainable(folder)
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+        raise ValueError(f"model.path: expected weights (*.safetensors or pytorch_model*.bin) in {folder}, got none")
+    if not has_tokenizer(folder):
+        raise ValueError(
+            f"model.path: expected a tokenizer (tokenizer.json, tokenizer.model or vocab.json) in {folder}, got none"
+        )
+    check_capacity(shape, config.rollout)
+
+
+def check_resources(config: RunConfig, *, with_learner: bool) -> None:
+    """Raises ValueError if a private Ray on this machine could not hold the actors.
+
+    A cluster that already exists (RAY_ADDRESS) is asked when the run connects to it.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    import torch
+
+    bundles = plan_bundles(config, with_learner=with_learner)
+    parts = "learner.num_{kind} + " if with_learner else ""
+    for kind, wanted, present in (
+        ("CPU", sum(b.num_cpus for b in bundles), os.cpu_count() or 1),
+        ("GPU", sum(b.num_gpus for b in bundles), torch.cuda.device_count()),
+    ):
+        if wanted > present:
+            fields = f"{parts}rollout.num_engines * rollout.num_{{kind}}_per_engine".format(kind=f"{kind.lower()}s")
+            raise ValueError(f"{fields}: expected at most {present} (the {kind}s of this machine), got {wanted:g}")
