@@ -129,4 +129,5 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if "creation task" in lines[0]:
         return lines[-1]
-    return next((line for line in lines if line.startswith("The actor is dead")), lines[0])
+    reason = next((line for line in lines if line.startswith("The actor is dead")), lines[0])
+    return reason.partition(" Some common causes")[0]

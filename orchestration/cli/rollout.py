@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from orchestration.cli.arguments import add_config_arguments
+from orchestration.cli.signals import interrupt_on_sigterm
 from orchestration.config import load_config
 
 
@@ -45,6 +46,7 @@ def _run(arguments: argparse.Namespace) -> int:
         TrajectoryWriter(arguments.out) as writer,
         reserved_cluster(plan_bundles(config, with_learner=False)) as placement_group,
     ):
+        interrupt_on_sigterm()
         engines = start_engines(config, config.model.path, placement_group, first_bundle=0)
         wait_until_ready(engines)
         for sampled in stream_trajectories(engines, groups):

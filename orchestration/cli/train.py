@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 from orchestration.cli.arguments import add_config_arguments
+from orchestration.cli.signals import interrupt_on_sigterm
 from orchestration.config import RunConfig, dump_config, load_config
 from orchestration.errors import RunError
 from orchestration.placement import plan_bundles
@@ -68,6 +69,7 @@ def _train(config: RunConfig) -> None:
         _supervised(folder),
         reserved_cluster(plan_bundles(config), log_dir=folder.logs_dir) as group,
     ):
+        interrupt_on_sigterm()
         console.note(f"run folder: {folder.path}")
         console.note(f"starting the learner and {config.rollout.num_engines} rollout engine(s)")
         learner = start_learner(config, config.model.path, group, bundle=0)
