@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from orchestration.config import RunConfig
 from orchestration.tasks.base import Task, TaskSettings
-from orchestration.tasks.config import JsonlConfig, NeedleConfig, ReasoningGymConfig
+from orchestration.tasks.config import JsonlConfig, NeedleConfig, ReasoningGymConfig, TaskConfig
 from orchestration.tasks.jsonl import JsonlTask
 from orchestration.tasks.needle import NeedleTask
 from orchestration.tasks.reasoning_gym import ReasoningGymTask
@@ -31,10 +31,19 @@ def build_task(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         eval_samples_per_prompt=config.run.eval_samples_per_prompt,
         max_prompt_tokens=config.max_prompt_tokens,
     )
-    match config.task:
+    task = _make_task(config.task, settings, tokenizer)
+    # A task that has no usable prompt says so now and not once the engines are up.
+    task.train_groups(0, 1)
+    if config.run.eval_prompts:
+        task.eval_groups(1)
+    return task
+
+
+def _make_task(config: TaskConfig, settings: TaskSettings, tokenizer: PreTrainedTokenizerBase) -> Task:
+    match config:
         case NeedleConfig():
-            return NeedleTask(config.task, settings, tokenizer)
+            return NeedleTask(config, settings, tokenizer)
         case ReasoningGymConfig():
-            return ReasoningGymTask(config.task, settings, tokenizer)
+            return ReasoningGymTask(config, settings, tokenizer)
         case JsonlConfig():
-            return JsonlTask(config.task, settings, tokenizer)
+            return JsonlTask(config, settings, tokenizer)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import random
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +17,13 @@ from orchestration.tasks.config import JsonlConfig
 from orchestration.tasks.rewards import load_reward
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 
 class JsonlTask:
-    """Prompts in an order that is shuffled anew each epoch; held-out prompts by a hash, or from a file of their own.
+    """Prompts in an order that is shuffled anew each epoch; held out are some of the distinct prompts, or a file.
 
     Everything is read, tokenised and checked when the task is made, before anything heavy starts.
 
@@ -35,21 +36,17 @@ class JsonlTask:
         self._settings = settings
         self._num_skipped = 0
         self._reward = load_reward(config.reward)
-        reader = _Reader(config, PromptBuilder(tokenizer, config))
-        prompts = self._short_enough(reader.read(config.path, "task.path"), config.path)
+        builder = PromptBuilder(tokenizer, config)
+        prompts = self._short_enough(_read_prompts(config.path, "task.path", config, builder), config.path)
         if config.eval_path is not None:
-            self._train = prompts
-            self._eval = self._short_enough(reader.read(config.eval_path, "task.eval_path"), config.eval_path)
+            evaluation = _read_prompts(config.eval_path, "task.eval_path", config, builder)
+            self._eval = self._short_enough(evaluation, config.eval_path)
         else:
-            limit = config.eval_fraction * 2**64
-            held_out = [int.from_bytes(prompt_digest(settings.seed, p)[:8], "big") < limit for p in prompts]
-            self._train = [p for p, out in zip(prompts, held_out, strict=True) if not out]
-            self._eval = [p for p, out in zip(prompts, held_out, strict=True) if out]
+            self._eval = _hold_out(prompts, config.eval_fraction, settings.seed)
+        held_out = {prompt.token_ids for prompt in self._eval}
+        self._train = [prompt for prompt in prompts if prompt.token_ids not in held_out]
         if not self._train:
-            raise ValueError(
-                f"task.path, task.eval_fraction: expected at least 1 prompt of {config.path} left to train on, "
-                f"all {len(prompts)} are held out"
-            )
+            raise ValueError(f"task.path, task.eval_path: every prompt of {config.path} is also in {config.eval_path}")
 
     @property
     def num_skipped(self) -> int:
@@ -58,11 +55,12 @@ class JsonlTask:
 
     def train_groups(self, step: int, num_groups: int) -> list[PromptGroup]:
         """See `Task.train_groups`."""
+        size = len(self._train)
         first = step * num_groups
-        return [
-            self._at(position).group(f"step{step}-{position - first}", self._settings.group_size)
-            for position in range(first, first + num_groups)
-        ]
+        epochs = range(first // size, (first + num_groups - 1) // size + 1)
+        orders = {epoch: self._order(epoch) for epoch in epochs}
+        prompts = [self._train[orders[place // size][place % size]] for place in range(first, first + num_groups)]
+        return [prompt.group(f"step{step}-{i}", self._settings.group_size) for i, prompt in enumerate(prompts)]
 
     def eval_groups(self, num_groups: int) -> list[PromptGroup]:
         """See `Task.eval_groups`."""
@@ -75,104 +73,122 @@ class JsonlTask:
         """See `Task.reward`."""
         return self._reward(response=trajectory.text, answer=trajectory.answer, metadata=trajectory.metadata)
 
-    def _at(self, position: int) -> Prompt:
-        """The prompt at a place of the endless training order."""
-        epoch, place = divmod(position, len(self._train))
+    def _order(self, epoch: int) -> list[int]:
         order = list(range(len(self._train)))
         random.Random(f"{self._settings.seed}/epoch-{epoch}").shuffle(order)
-        return self._train[order[place]]
+        return order
 
     def _short_enough(self, prompts: list[Prompt], path: str) -> list[Prompt]:
         limit = self._settings.max_prompt_tokens
         kept = [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
-        skipped = len(prompts) - len(kept)
-        if skipped:
-            logger.warning(
-                "%s: %d of %d prompts are longer than %d tokens (rollout.max_model_len - "
-                "sampling.max_response_tokens) and are skipped",
-                path,
-                skipped,
-                len(prompts),
-                limit,
-            )
         if not kept:
             raise ValueError(
                 f"task: expected a prompt of at most {limit} tokens in {path} (rollout.max_model_len - "
                 f"sampling.max_response_tokens), the shortest has {min(len(p.token_ids) for p in prompts)}"
             )
-        self._num_skipped += skipped
+        if len(kept) < len(prompts):
+            logger.warning(
+                "%s: %d of %d prompts are longer than %d tokens (rollout.max_model_len - "
+                "sampling.max_response_tokens) and are skipped",
+                path,
+                len(prompts) - len(kept),
+                len(prompts),
+                limit,
+            )
+        self._num_skipped += len(prompts) - len(kept)
         return kept
 
 
-class _Reader:
-    """Turns the rows of a file into prompts."""
-
-    def __init__(self, config: JsonlConfig, builder: PromptBuilder) -> None:
-        self._config = config
-        self._builder = builder
-
-    def read(self, path: str, field: str) -> list[Prompt]:
-        rows = _load(path, field)
-        column = self._prompt_column(rows.column_names, path)
-        return [self._prompt(row, column, f"{path}: row {number}") for number, row in enumerate(rows, start=1)]
-
-    def _prompt_column(self, columns: Sequence[str], path: str) -> str:
-        config = self._config
-        found = ", ".join(columns)
-        if config.answer_column not in columns:
-            raise ValueError(f"task.answer_column: expected {config.answer_column!r} in {path}, it has {found}")
-        for column in (config.prompt_column, config.messages_column):
-            if column in columns:
-                return column
-        raise ValueError(
-            f"task.prompt_column, task.messages_column: expected {config.prompt_column!r} or "
-            f"{config.messages_column!r} in {path}, it has {found}"
-        )
-
-    def _prompt(self, row: Mapping[str, Any], column: str, where: str) -> Prompt:
-        content = row[column]
-        if column == self._config.prompt_column:
-            if not isinstance(content, str):
-                raise ValueError(f"{where}: {column}: expected text, got {type(content).__name__}")
-            token_ids = self._builder.from_question(content)
-        else:
-            if not _is_chat(content):
-                raise ValueError(
-                    f'{where}: {column}: expected a list of {{"role": ..., "content": ...}}, got {content!r:.80}'
-                )
-            token_ids = self._builder.from_messages(content)
-        if not token_ids:
-            raise ValueError(f"{where}: {column}: expected at least 1 token, got none")
-        used = {column, self._config.answer_column}
-        metadata = {name: value for name, value in row.items() if name not in used}
-        return Prompt(token_ids=token_ids, answer=row[self._config.answer_column], metadata=metadata)
+def _hold_out(prompts: Sequence[Prompt], fraction: float, seed: int) -> list[Prompt]:
+    """A share of the distinct prompts, rounded up, in random order; at least one prompt is always left."""
+    distinct = list({prompt.token_ids: prompt for prompt in prompts}.values())
+    distinct.sort(key=lambda prompt: prompt_digest(seed, prompt))
+    return distinct[: min(math.ceil(fraction * len(distinct)), len(distinct) - 1)]
 
 
-def _load(path: str, field: str) -> Dataset:
-    """The rows of a file, in memory: nothing stays in the user's cache folder."""
-    from datasets import Dataset, disable_progress_bars
-    from datasets.exceptions import DatasetGenerationError
+@dataclass(frozen=True)
+class _Row:
+    where: str
+    """File and line, for messages."""
+    columns: Mapping[str, Any]
 
-    if not Path(path).is_file():
-        raise ValueError(f"{field}: expected a JSON Lines file, there is none at {path}")
-    if Path(path).stat().st_size == 0:
+
+def _read_prompts(path: str, field: str, config: JsonlConfig, builder: PromptBuilder) -> list[Prompt]:
+    rows = list(_read_rows(path, field))
+    if not rows:
         raise ValueError(f"{field}: expected at least 1 row in {path}, got none")
-    disable_progress_bars()
-    with tempfile.TemporaryDirectory(prefix="penumbra-jsonl-") as cache:
+    found = list(dict.fromkeys(name for row in rows for name in row.columns))
+    if config.answer_column not in found:
+        raise ValueError(f"task.answer_column: expected {config.answer_column!r} in {path}, it has {', '.join(found)}")
+    if config.prompt_column in found:
+        return [_prompt_of_text(row, config, builder) for row in rows]
+    if config.messages_column in found:
+        return [_prompt_of_messages(row, config, builder) for row in rows]
+    raise ValueError(
+        f"task.prompt_column, task.messages_column: expected {config.prompt_column!r} or {config.messages_column!r} "
+        f"in {path}, it has {', '.join(found)}"
+    )
+
+
+def _read_rows(path: str, field: str) -> Iterator[_Row]:
+    """The objects of the file as they are written there: a reader that gives every column one type would turn answers
+    that look like dates into dates and fill nested objects up with nulls."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ValueError(f"{field}: can't read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{field}: {path}: expected UTF-8 text: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
         try:
-            rows = Dataset.from_json(path, cache_dir=cache, keep_in_memory=True)
-        except DatasetGenerationError as error:
-            cause = error.__cause__ or error
-            raise ValueError(f"{field}: {path} is not JSON Lines with one type a column: {cause}") from error
-    assert isinstance(rows, Dataset)
-    if not len(rows):
-        raise ValueError(f"{field}: expected at least 1 row in {path}, got none")
-    return rows
+            columns = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{field}: {where}: not JSON: {error}") from None
+        if not isinstance(columns, dict):
+            raise ValueError(f"{field}: {where}: expected a JSON object, got {line:.80}")
+        yield _Row(where, columns)
+
+
+def _prompt_of_text(row: _Row, config: JsonlConfig, builder: PromptBuilder) -> Prompt:
+    text = _column(row, config.prompt_column)
+    if not isinstance(text, str):
+        raise ValueError(f"{row.where}: {config.prompt_column}: expected text, got {text!r:.80}")
+    if not text.strip():
+        raise ValueError(
+            f"{row.where}: {config.prompt_column}: expected a prompt of at least 1 token, got {text!r:.80}"
+        )
+    return _prompt(row, config.prompt_column, builder.from_question(text), config)
+
+
+def _prompt_of_messages(row: _Row, config: JsonlConfig, builder: PromptBuilder) -> Prompt:
+    chat = _column(row, config.messages_column)
+    if not _is_chat(chat):
+        raise ValueError(
+            f"{row.where}: {config.messages_column}: expected a list of objects with role and content, got {chat!r:.80}"
+        )
+    return _prompt(row, config.messages_column, builder.from_messages(chat), config)
+
+
+def _prompt(row: _Row, column: str, token_ids: tuple[int, ...], config: JsonlConfig) -> Prompt:
+    if not token_ids:
+        raise ValueError(f"{row.where}: {column}: expected a prompt of at least 1 token, got none")
+    used = {column, config.answer_column}
+    metadata = {name: value for name, value in row.columns.items() if name not in used}
+    return Prompt(token_ids=token_ids, answer=_column(row, config.answer_column), metadata=metadata)
+
+
+def _column(row: _Row, name: str) -> Any:
+    if name not in row.columns:
+        raise ValueError(f"{row.where}: expected a column {name!r}, it has {', '.join(row.columns)}")
+    return row.columns[name]
 
 
 def _is_chat(content: Any) -> bool:
     return (
         isinstance(content, list)
         and bool(content)
-        and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m for m in content)
+        and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in content)
     )

@@ -12,7 +12,7 @@ from orchestration.tasks.base import Prompt, TaskSettings, prompt_digest
 
 logger = logging.getLogger(__name__)
 
-_MAX_REJECTED_DRAWS = 10_000
+_MAX_REJECTED_DRAWS = 2_000
 """Draws in a row that may be refused before the generator is taken to have nothing to offer."""
 
 

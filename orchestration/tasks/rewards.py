@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,8 @@ from typing import Any
 
 RewardFunction = Callable[..., float]
 
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"(?<!\d)[-+]?\d[\d,]*(?:\.\d+)?")
+"""A sign right after a digit is an operator: the last number of "7-3" is 3."""
 
 
 def exact_match(*, response: str, answer: Any, metadata: Mapping[str, Any]) -> float:
@@ -115,16 +117,21 @@ def _load_module(name: str, spec: str) -> ModuleType:
         return importlib.import_module(name)
     # The module is the user's: whatever it raises is a fault of the configuration.
     except Exception as error:
-        raise ValueError(f"task.reward: can't import {name!r} of {spec!r}: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"task.reward: can't import {name!r} of {spec!r}: {type(error).__name__}: {error} "
+            "(a file outside the Python path is given as path/to/file.py:function)"
+        ) from error
 
 
 def _load_file(source: str, spec: str) -> ModuleType:
     path = Path(source).expanduser()
     if not path.is_file():
         raise ValueError(f"task.reward: expected a Python file at {path} ({spec!r}), there is none")
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module_spec = importlib.util.spec_from_file_location(f"penumbra_reward_{path.stem}", path)
     assert module_spec is not None and module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
+    # Dataclasses and pickle look a function's module up by its name.
+    sys.modules[module_spec.name] = module
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
