@@ -94,6 +94,16 @@ class RunConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_hardware(self) -> RunConfig:
+        if self.rollout.num_gpus_per_engine and not isinstance(self.policy, DenseConfig):
+            raise ValueError(
+                'policy.type, rollout.num_gpus_per_engine: expected policy.type = "dense" on GPUs (eviction is '
+                f"implemented for vLLM's CPU attention only), got {self.policy.type!r} with "
+                f"{self.rollout.num_gpus_per_engine:g} GPU(s) per engine"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_budget(self) -> RunConfig:
         budget = getattr(self.policy, "budget_tokens", None)
         if budget is not None and budget >= self.rollout.max_model_len:
