@@ -156,6 +156,7 @@ def configure_logging(log_path: Path, console: Console) -> None:
     to_console = RichHandler(
         level=logging.WARNING, console=console, show_time=False, show_path=False, rich_tracebacks=False, markup=False
     )
+    to_console.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[to_file, to_console], force=True)
 
 

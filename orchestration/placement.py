@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ _OBJECT_STORE_BYTES = 2 * 2**30
 """Of a local Ray: room for two weight snapshots of a small model and the samples in flight."""
 _EXISTING_CLUSTER_TIMEOUT_S = 300.0
 """How long a cluster may take to make room: an autoscaler needs minutes to add a node."""
+_WAIT_S = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,12 +152,16 @@ def _reserve(bundles: Sequence[Bundle]) -> PlacementGroup:
     if not os.environ.get("RAY_ADDRESS"):
         _check_fits(bundles, ray.cluster_resources())
     group = placement_group([bundle.resources for bundle in bundles], strategy="PACK")
-    if not group.wait(_EXISTING_CLUSTER_TIMEOUT_S):
-        remove_placement_group(group)
-        raise ValueError(
-            f"The cluster made no room within {_EXISTING_CLUSTER_TIMEOUT_S:.0f} s: "
-            f"{_asked_and_available(bundles, ray.cluster_resources())}"
-        )
+    deadline = time.monotonic() + _EXISTING_CLUSTER_TIMEOUT_S
+    if not group.wait(_WAIT_S):
+        logger.warning("Waiting for the cluster: %s.", _asked_and_available(bundles, ray.cluster_resources()))
+        while not group.wait(_WAIT_S):  # in slices, because a signal is not handled inside of one
+            if time.monotonic() > deadline:
+                remove_placement_group(group)
+                raise ValueError(
+                    f"The cluster made no room within {_EXISTING_CLUSTER_TIMEOUT_S:.0f} s: "
+                    f"{_asked_and_available(bundles, ray.cluster_resources())}"
+                )
     return group
 
 

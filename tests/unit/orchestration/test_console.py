@@ -126,6 +126,7 @@ def test_logging_shows_warnings_and_keeps_everything(tmp_path: Path, root_logger
     logging.getLogger("some.library").warning("a [warning]")
     assert "a detail" not in out.getvalue()
     assert "a [warning]" in out.getvalue()
+    assert "WARNING:" not in out.getvalue()
     kept = (tmp_path / "driver.log").read_text()
     assert "INFO some.library: a detail" in kept
     assert "WARNING some.library: a [warning]" in kept
