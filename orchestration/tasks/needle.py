@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
-VALUES = tuple(f"value_{index}" for index in range(16))
+VALUES = tuple(f"value_{index}" for index in range(8))
 FILLERS = tuple(f"filler_{index}" for index in range(8))
 
 _EVAL_FRACTION = 0.1
