@@ -70,16 +70,10 @@ def reserved_cluster(bundles: Sequence[Bundle], *, log_dir: Path | None = None) 
     Raises:
         ValueError: the resources do not exist: says what was asked and what there is.
     """
-    import ray
-
-    connect = _existing_cluster() if os.environ.get("RAY_ADDRESS") else _private_cluster(log_dir)
-    with connect:
-        group = _reserve(bundles)
-        try:
-            yield group
-        finally:
-            if ray.is_initialized():
-                ray.util.remove_placement_group(group)
+    with _existing_cluster() if os.environ.get("RAY_ADDRESS") else _private_cluster(log_dir):
+        # Not removed at the end: it goes with this process's connection, and a request to a Ray that is being
+        # terminated by the same signal as this process would hang.
+        yield _reserve(bundles)
 
 
 def accelerators() -> list[str]:
