@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from orchestration.config import RunConfig
 from orchestration.placement import plan_bundles
 from orchestration.tasks.base import Task
+
+logger = logging.getLogger(__name__)
 
 
 def check_run(config: RunConfig, *, with_learner: bool = True) -> Task:
@@ -26,6 +29,8 @@ def check_run(config: RunConfig, *, with_learner: bool = True) -> Task:
     from rollout_workers.versions import check_versions
 
     check_versions()
+    if with_learner:
+        _warn_of_two_precisions(config)
     check_resources(config, with_learner=with_learner)
     check_model_folder(config, with_learner=with_learner)
 
@@ -70,11 +75,22 @@ def check_resources(config: RunConfig, *, with_learner: bool) -> None:
     import torch
 
     bundles = plan_bundles(config, with_learner=with_learner)
-    parts = "learner.num_{kind} + " if with_learner else ""
-    for kind, wanted, present in (
-        ("CPU", sum(b.num_cpus for b in bundles), os.cpu_count() or 1),
-        ("GPU", sum(b.num_gpus for b in bundles), torch.cuda.device_count()),
+    for kind, asked, present in (
+        ("cpus", sum(bundle.num_cpus for bundle in bundles), os.cpu_count() or 1),
+        ("gpus", sum(bundle.num_gpus for bundle in bundles), torch.cuda.device_count()),
     ):
-        if wanted > present:
-            fields = f"{parts}rollout.num_engines * rollout.num_{{kind}}_per_engine".format(kind=f"{kind.lower()}s")
-            raise ValueError(f"{fields}: expected at most {present} (the {kind}s of this machine), got {wanted:g}")
+        if asked > present:
+            fields = f"rollout.num_engines * rollout.num_{kind}_per_engine"
+            if with_learner:
+                fields = f"learner.num_{kind} + {fields}"
+            raise ValueError(f"{fields}: expected at most {present} (what this machine has), got {asked:g}")
+
+
+def _warn_of_two_precisions(config: RunConfig) -> None:
+    if config.rollout.dtype != config.learner.dtype:
+        logger.warning(
+            "rollout.dtype = %s and learner.dtype = %s: sampler and learner will disagree by rounding alone; "
+            "the mismatch metrics show by how much",
+            config.rollout.dtype,
+            config.learner.dtype,
+        )
