@@ -70,7 +70,7 @@ def reserved_cluster(bundles: Sequence[Bundle], *, log_dir: Path | None = None) 
     Raises:
         ValueError: the resources do not exist: says what was asked and what there is.
     """
-    with _existing_cluster() if os.environ.get("RAY_ADDRESS") else _private_cluster(log_dir):
+    with _existing_cluster() if os.environ.get("RAY_ADDRESS") else private_cluster(log_dir):
         # Not removed at the end: it goes with this process's connection, and a request to a Ray that is being
         # terminated by the same signal as this process would hang.
         yield _reserve(bundles)
@@ -96,7 +96,8 @@ def _existing_cluster() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _private_cluster(log_dir: Path | None) -> Iterator[None]:
+def private_cluster(log_dir: Path | None = None) -> Iterator[None]:
+    """A Ray of this machine's CPUs and of this process alone; worker logs are copied to `log_dir` at the end."""
     import ray
 
     _keep_token_out_of_home()

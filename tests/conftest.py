@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from orchestration.placement import private_cluster
 from tests.helpers.tiny_models import save_tiny_model
 
 
@@ -34,3 +35,10 @@ def qwen3_gqa(tiny_model) -> Path:
 def llama_mha_tied(tiny_model) -> Path:
     """Llama, multi-head attention, tied embeddings."""
     return tiny_model(architecture="llama", num_kv_heads=4, tied=True)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    """A Ray of its own for one test module."""
+    with private_cluster():
+        yield

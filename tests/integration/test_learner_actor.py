@@ -18,18 +18,8 @@ CONFIG = LearnerConfig(zero_stage=2, weight_bucket_bytes=500_000)
 
 
 @pytest.fixture(scope="module")
-def actor(llama_mha_tied, tmp_path_factory):
-    ray.init(
-        num_cpus=2,
-        object_store_memory=200 << 20,
-        include_dashboard=False,
-        _temp_dir=str(tmp_path_factory.mktemp("r")),
-        log_to_driver=False,
-    )
-    try:
-        yield ray.remote(LearnerActor).options(**actor_options(CONFIG)).remote(str(llama_mha_tied), CONFIG)
-    finally:
-        ray.shutdown()
+def actor(llama_mha_tied, ray_cluster):
+    return ray.remote(LearnerActor).options(**actor_options(CONFIG)).remote(str(llama_mha_tied), CONFIG)
 
 
 def test_trains_and_publishes_references(actor, llama_mha_tied):

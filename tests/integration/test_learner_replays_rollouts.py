@@ -27,19 +27,9 @@ CONFIG = LearnerConfig(
 
 
 @pytest.fixture(scope="module")
-def start_learner(tmp_path_factory):
+def start_learner(ray_cluster):
     """start_learner(path) -> actor. A process of its own: vLLM, in this one, tears down torch's process groups."""
-    ray.init(
-        num_cpus=2,
-        object_store_memory=200 << 20,
-        include_dashboard=False,
-        _temp_dir=str(tmp_path_factory.mktemp("r")),
-        log_to_driver=False,
-    )
-    try:
-        yield lambda path: ray.remote(LearnerActor).options(**actor_options(CONFIG)).remote(str(path), CONFIG)
-    finally:
-        ray.shutdown()
+    return lambda path: ray.remote(LearnerActor).options(**actor_options(CONFIG)).remote(str(path), CONFIG)
 
 
 @pytest.mark.parametrize(

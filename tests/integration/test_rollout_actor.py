@@ -18,28 +18,18 @@ ROLLOUT = RolloutConfig(max_model_len=512, kv_cache_bytes=16 << 20, max_num_seqs
 
 
 @pytest.fixture(scope="module")
-def actor(qwen3_gqa, tmp_path_factory):
-    ray.init(
-        num_cpus=2,
-        object_store_memory=200 << 20,
-        include_dashboard=False,
-        _temp_dir=str(tmp_path_factory.mktemp("r")),
-        log_to_driver=False,
-    )
-    try:
-        yield (
-            ray.remote(RolloutActor)
-            .options(**actor_options(ROLLOUT))
-            .remote(
-                str(qwen3_gqa),
-                policy=SnapKVConfig(budget_tokens=32, window_tokens=8),
-                rollout=ROLLOUT,
-                sampling=SamplingConfig(max_response_tokens=100),
-                name="engine-3",
-            )
+def actor(qwen3_gqa, ray_cluster):
+    return (
+        ray.remote(RolloutActor)
+        .options(**actor_options(ROLLOUT))
+        .remote(
+            str(qwen3_gqa),
+            policy=SnapKVConfig(budget_tokens=32, window_tokens=8),
+            rollout=ROLLOUT,
+            sampling=SamplingConfig(max_response_tokens=100),
+            name="engine-3",
         )
-    finally:
-        ray.shutdown()
+    )
 
 
 def test_streams_trajectories_and_answers_in_between(actor, qwen3_gqa) -> None:
