@@ -72,7 +72,8 @@ class ReasoningGymConfig(PromptConfig):
     """Share of the reward that is paid for form alone: the response ends by itself and is nothing but the answer
     ("plain", "last_number": one number) or holds exactly one <answer> tag ("answer_tag")."""
     num_examples: int = Field(default=1_000_000, ge=2)
-    """Size of the virtual dataset that prompts are drawn from."""
+    """Size of the virtual dataset that prompts are drawn from. Two generators want fewer, 10000 say: "acre" makes all
+    examples in advance, "word_ladder" has only so many."""
     eval_fraction: float = Field(default=0.1, gt=0, lt=1)
     """Share of the distinct prompts that is held out for evaluation."""
 

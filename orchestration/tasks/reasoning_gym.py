@@ -96,7 +96,10 @@ def _create_dataset(config: ReasoningGymConfig, *, seed: int) -> ProceduralDatas
     try:
         return reasoning_gym.create_dataset(config.dataset, **parameters)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"task.parameters: {config.dataset} of reasoning-gym refuses them: {error}") from error
+        raise ValueError(
+            f"task.parameters, task.num_examples ({config.num_examples}): {config.dataset} of reasoning-gym refuses "
+            f"them: {error}"
+        ) from error
 
 
 def _suggest(name: str, known: Any) -> str:
