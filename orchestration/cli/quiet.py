@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 
 def quiet_transformers() -> None:
-    """No progress bars and no hints from transformers in this process; errors are still shown."""
-    from transformers.utils import logging
+    """No progress bars and no hints from transformers and DeepSpeed in this process; errors are still shown."""
+    from transformers.utils import logging as transformers_logging
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    # transformers imports DeepSpeed where it is installed, and that names its accelerator at once. A filter, as it sets
+    # the level of its logger itself.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
