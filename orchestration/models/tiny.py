@@ -44,7 +44,7 @@ def make_tiny_model(
     out: Path | str,
     *,
     architecture: Architecture = "qwen3",
-    warmup_steps: int = 150,
+    warmup_steps: int = 100,
     warmup_reward: float = 0.6,
     num_needles: int = 1,
     seed: int = 0,
