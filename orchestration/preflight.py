@@ -83,7 +83,9 @@ def check_resources(config: RunConfig, *, with_learner: bool) -> None:
             fields = f"rollout.num_engines * rollout.num_{kind}_per_engine"
             if with_learner:
                 fields = f"learner.num_{kind} + {fields}"
-            raise ValueError(f"{fields}: expected at most {present} (what this machine has), got {asked:g}")
+            raise ValueError(
+                f"{fields}: expected at most {present} (the {kind[:3].upper()}s of this machine), got {asked:g}"
+            )
 
 
 def _warn_of_two_precisions(config: RunConfig) -> None:
