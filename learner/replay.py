@@ -37,6 +37,7 @@ def replay(
     model_path: str | Path,
     dtype: str = "float32",
     *,
+    device: str = "cpu",
     config: LearnerConfig | None = None,
 ) -> ReplayReport:
     """Replays trajectories under the weights of a folder.
@@ -45,6 +46,7 @@ def replay(
         trajectories: at least one response token in all.
         model_path: HF folder.
         dtype: "float32" or "bfloat16".
+        device: where the model runs, as torch names it ("cpu", "cuda").
         config: sizes of micro-batches and chunks; defaults if None.
 
     Raises:
@@ -57,10 +59,10 @@ def replay(
         causal_lm,
         attention_chunk_rows=config.attention_chunk_rows,
         logit_chunk_tokens=config.logit_chunk_tokens,
-    )
+    ).to(device)
     sampler = np.concatenate([np.zeros(0, np.float32), *(t.logprobs for t in trajectories)])
     stats = {}
     for masked in (True, False):
-        logprobs = score(model, trajectories, masked=masked, config=config)
+        logprobs = score(model, trajectories, masked=masked, config=config, to_device=lambda batch: batch.to(device))
         stats[masked] = MismatchStats.of(np.concatenate([np.zeros(0, np.float32), *logprobs]), sampler)
     return ReplayReport(masked=stats[True], dense=stats[False])

@@ -25,6 +25,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--tolerance", metavar="NATS", type=float, default=1e-3, help="default: %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
+    parser.add_argument("--device", metavar="NAME", help='"cpu", "cuda" (default: cuda where there is a GPU)')
     parser.set_defaults(command=_run)
 
 
@@ -38,10 +39,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if not trajectories:
         raise ValueError(f"{arguments.file}: expected at least one trajectory, got none")
 
+    import torch
+
     from learner.replay import replay
 
     quiet_transformers()
-    report = replay(trajectories, str(arguments.model), dtype=arguments.dtype)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    report = replay(trajectories, str(arguments.model), dtype=arguments.dtype, device=device)
     print(f"|delta log p| in nats over {report.masked.num_tokens} tokens of {len(trajectories)} samples")
     print(f"{'forward':<8} {'mean':>10} {'p99':>10} {'max':>10}")
     for name, stats in (("masked", report.masked), ("dense", report.dense)):
