@@ -30,6 +30,7 @@ def check_run(config: RunConfig, *, with_learner: bool = True) -> Task:
 
     check_versions()
     if with_learner:
+        _check_group_size(config)
         _warn_of_two_precisions(config)
     check_resources(config, with_learner=with_learner)
     check_model_folder(config, with_learner=with_learner)
@@ -39,6 +40,14 @@ def check_run(config: RunConfig, *, with_learner: bool = True) -> Task:
     from orchestration.tasks.build import build_task
 
     return build_task(config, AutoTokenizer.from_pretrained(config.model.path, local_files_only=True))
+
+
+def _check_group_size(config: RunConfig) -> None:
+    if config.sampling.group_size < 2:
+        raise ValueError(
+            f"sampling.group_size: expected at least 2 to train ({config.learner.algorithm.type} compares the samples "
+            f"of a prompt with each other), got {config.sampling.group_size}"
+        )
 
 
 def check_model_folder(config: RunConfig, *, with_learner: bool) -> None:

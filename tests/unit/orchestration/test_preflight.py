@@ -36,6 +36,13 @@ def test_a_good_configuration_yields_its_task(configure) -> None:
     assert len(task.train_groups(0, 2)) == 2
 
 
+def test_lone_samples_cannot_be_trained_on_but_can_be_drawn(configure) -> None:
+    config = configure("sampling.group_size=1", "task.num_filler_tokens=20")
+    with pytest.raises(ValueError, match=r"^sampling\.group_size: expected at least 2 to train \(grpo .*, got 1$"):
+        check_run(config)
+    assert check_run(config, with_learner=False)
+
+
 def test_missing_model_folder(configure) -> None:
     with pytest.raises(ValueError, match=r"model\.path: expected a Hugging Face model folder, there is none at /nope"):
         check_run(configure("model.path=/nope"))
