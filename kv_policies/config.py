@@ -15,7 +15,7 @@ class BudgetedPolicyConfig(BaseModel):
     cache). Exactly one of the two budgets is given.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     budget_tokens: int | None = Field(default=None, ge=1)
     """Keys kept of the context, per layer and KV head."""
@@ -53,7 +53,7 @@ class BudgetedPolicyConfig(BaseModel):
 class DenseConfig(BaseModel):
     """No eviction: stock vLLM, no code of this project in its path."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     type: Literal["dense"] = "dense"
 
 

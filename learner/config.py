@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class AlgorithmConfig(BaseModel):
     """The objective: GRPO (arXiv 2402.03300) on masked log-probabilities, plus the distillation term."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     type: Literal["grpo"] = "grpo"
     clip_ratio: float = Field(default=0.2, gt=0)
@@ -33,7 +33,7 @@ class AlgorithmConfig(BaseModel):
 class OptimizerConfig(BaseModel):
     """AdamW."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     learning_rate: float = Field(default=1e-6, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
@@ -49,7 +49,7 @@ class OptimizerConfig(BaseModel):
 class LearnerConfig(BaseModel):
     """One DeepSpeed engine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     zero_stage: Literal[0, 1, 2, 3] = 0
     dtype: Literal["float32", "bfloat16"] = "float32"

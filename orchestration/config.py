@@ -26,7 +26,7 @@ __all__ = ["ConfigError", "ModelConfig", "RunConfig", "RunSettings", "dump_confi
 class RunSettings(BaseModel):
     """How long the run is and what it leaves behind."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str = Field(default="run", pattern=r"^[\w.-]+$")
     """Name of the run; the run folder is made under `output_dir` with it."""
@@ -51,7 +51,7 @@ class RunSettings(BaseModel):
 class ModelConfig(BaseModel):
     """The model to train."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     path: str = Field(min_length=1)
     """Hugging Face folder: config, weights, tokenizer."""
@@ -60,7 +60,7 @@ class ModelConfig(BaseModel):
 class RunConfig(BaseModel):
     """Everything that a run depends on; saved in its run folder."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     run: RunSettings = RunSettings()
     model: ModelConfig

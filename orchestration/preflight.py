@@ -65,13 +65,27 @@ def check_model_folder(config: RunConfig, *, with_learner: bool) -> None:
         from learner.model import check_model as check_trainable
 
         check_trainable(folder)
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
-        raise ValueError(f"model.path: expected weights (*.safetensors or pytorch_model*.bin) in {folder}, got none")
+    _check_weights(folder)
     if not has_tokenizer(folder):
         raise ValueError(
             f"model.path: expected a tokenizer (tokenizer.json, tokenizer.model or vocab.json) in {folder}, got none"
         )
     check_capacity(shape, config.rollout)
+
+
+def _check_weights(folder: Path) -> None:
+    """Reads the headers only: a file that was cut short is found, a wrong number is not."""
+    from safetensors import SafetensorError, safe_open
+
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards and not any(folder.glob("pytorch_model*.bin")):
+        raise ValueError(f"model.path: expected weights (*.safetensors or pytorch_model*.bin) in {folder}, got none")
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"model.path: expected whole weights, {shard} is damaged: {error}") from None
 
 
 def check_resources(config: RunConfig, *, with_learner: bool) -> None:

@@ -37,7 +37,11 @@ class RunFolder:
 
     @classmethod
     def create(cls, parent: str | Path, name: str, now: datetime | None = None) -> RunFolder:
-        """Makes a new folder `<name>-<time>` below `parent`, with a number behind it if that exists."""
+        """Makes a new folder `<name>-<time>` below `parent`, with a number behind it if that exists.
+
+        Raises:
+            ValueError: nothing can be made there.
+        """
         stem = f"{name}-{now or datetime.now():%Y%m%d-%H%M%S}"
         for attempt in count():
             path = Path(parent).resolve() / (f"{stem}-{attempt}" if attempt else stem)
@@ -45,6 +49,10 @@ class RunFolder:
                 path.mkdir(parents=True)
             except FileExistsError:
                 continue
+            except OSError as error:
+                raise ValueError(
+                    f"run.output_dir: expected a folder that can be written to, got {parent}: {error.strerror}"
+                ) from None
             folder = cls(path)
             folder.logs_dir.mkdir()
             folder.checkpoints_dir.mkdir()

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class SamplingConfig(BaseModel):
     """How responses are drawn."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     group_size: int = Field(default=8, ge=1)
     """G: responses per prompt."""
@@ -40,7 +40,7 @@ class SamplingConfig(BaseModel):
 class RolloutConfig(BaseModel):
     """One vLLM engine and how many actors host one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     num_engines: int = Field(default=1, ge=1)
     num_cpus_per_engine: float = Field(default=0.5, gt=0)

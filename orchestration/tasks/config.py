@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class NeedleConfig(BaseModel):
     """Recall: a few value tokens hidden among filler tokens; the answer is those values, in order."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     type: Literal["needle"] = "needle"
     num_filler_tokens: int = Field(default=120, ge=2)
@@ -38,7 +38,7 @@ class NeedleConfig(BaseModel):
 class PromptConfig(BaseModel):
     """How the tasks made of text turn a question into a prompt."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     apply_chat_template: bool = True
     """Send the question as a user message through the tokenizer's chat template; false: send its text as it is."""

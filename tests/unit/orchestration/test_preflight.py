@@ -62,6 +62,14 @@ def test_incomplete_model_folder(configure, tiny: Path, tmp_path: Path, removed:
         check_run(configure(f"model.path={folder}"))
 
 
+def test_weights_that_were_cut_short(configure, tiny: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "cut")
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ValueError, match=r"^model\.path: expected whole weights, .*model\.safetensors is damaged"):
+        check_run(configure(f"model.path={folder}"))
+
+
 def test_sliding_window_layers(configure, tiny: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny, tmp_path / "sliding")
     config = AutoConfig.from_pretrained(folder)

@@ -19,6 +19,12 @@ def test_two_runs_in_one_second_get_two_folders(tmp_path: Path) -> None:
     assert all(folder.logs_dir.is_dir() and folder.checkpoints_dir.is_dir() for folder in folders)
 
 
+def test_a_parent_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(ValueError, match=r"^run\.output_dir: expected a folder that can be written to, got .*/runs"):
+        RunFolder.create(tmp_path / "runs", "needle", now=NOW)
+
+
 def test_model_appears_whole(tmp_path: Path) -> None:
     target = tmp_path / "step-1"
 
