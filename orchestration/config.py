@@ -32,7 +32,7 @@ class RunSettings(BaseModel):
     """Name of the run; the run folder is made under `output_dir` with it."""
     output_dir: str = Field(default="runs", min_length=1)
     """Folder of run folders."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the prompts and of the learner (engines have `sampling.seed`)."""
     num_steps: int = Field(default=50, ge=1)
     """Optimiser steps."""

@@ -24,7 +24,7 @@ from orchestration.workers import Worker, engine_stats, push_weights
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_STEPS = 3
-"""So many steps in a row without one usable sample end the run."""
+"""So many steps in a row without one usable sample end the run; a shorter run ends if it had none at all."""
 
 StepMetrics = dict[str, MetricValue]
 
@@ -120,9 +120,9 @@ class Driver:
             f"{name.removeprefix('samples/')} {value}" for name, value in metrics.items() if name.startswith("samples/")
         )
         logger.warning("Step %d is skipped: no group has two scored samples (%s).", step, reasons)
-        if self._skipped_in_a_row == MAX_SKIPPED_STEPS:
+        if self._skipped_in_a_row == min(MAX_SKIPPED_STEPS, self._run.num_steps):
             raise NoUsableSamplesError(
-                f"{MAX_SKIPPED_STEPS} steps in a row had no usable sample (the last: {reasons}); "
+                f"{self._skipped_in_a_row} steps in a row had no usable sample (the last: {reasons}); "
                 "the first failure of each kind is in the log"
             )
 

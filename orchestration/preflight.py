@@ -33,13 +33,19 @@ def check_run(config: RunConfig, *, with_learner: bool = True) -> Task:
         _check_group_size(config)
         _warn_of_two_precisions(config)
     check_resources(config, with_learner=with_learner)
-    check_model_folder(config, with_learner=with_learner)
+    vocab_size = check_model_folder(config, with_learner=with_learner)
 
     from transformers import AutoTokenizer
 
     from orchestration.tasks.build import build_task
 
-    return build_task(config, AutoTokenizer.from_pretrained(config.model.path, local_files_only=True))
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"model.path: expected a vocab_size of at least {len(tokenizer)} (the tokenizer's tokens) in "
+            f"{config.model.path}, got {vocab_size}"
+        )
+    return build_task(config, tokenizer)
 
 
 def _check_group_size(config: RunConfig) -> None:
@@ -50,8 +56,9 @@ def _check_group_size(config: RunConfig) -> None:
         )
 
 
-def check_model_folder(config: RunConfig, *, with_learner: bool) -> None:
-    """Raises ValueError unless the folder holds a model that both sides can run, its weights and a tokenizer."""
+def check_model_folder(config: RunConfig, *, with_learner: bool) -> int:
+    """Raises ValueError unless the folder holds a model that both sides can run, its weights and a tokenizer; returns
+    the size of its vocabulary."""
     folder = Path(config.model.path)
     if not folder.is_dir():
         raise ValueError(
@@ -71,6 +78,7 @@ def check_model_folder(config: RunConfig, *, with_learner: bool) -> None:
             f"model.path: expected a tokenizer (tokenizer.json, tokenizer.model or vocab.json) in {folder}, got none"
         )
     check_capacity(shape, config.rollout)
+    return shape.vocab_size
 
 
 def _check_weights(folder: Path) -> None:

@@ -79,7 +79,8 @@ class RewardScorer:
         where = f"sample {trajectory.group_id}/{trajectory.sample_index}"
         try:
             value = self._task.reward(trajectory)
-        except Exception as error:  # user code: anything may come out of it, and it is counted and reported
+        # User code: anything may come out of it, `sys.exit()` too, and it is counted and reported.
+        except (Exception, SystemExit) as error:
             kind = f"error:{type(error).__name__}"
             self._report_once(kind, f"The reward of {where} raised; the sample is dropped.", error)
             return trajectory, "dropped_reward_error"
@@ -91,7 +92,7 @@ class RewardScorer:
             return trajectory, "dropped_reward_nan"
         return replace(trajectory, reward=float(value)), "scored"
 
-    def _report_once(self, kind: str, message: str, error: Exception | None = None) -> None:
+    def _report_once(self, kind: str, message: str, error: BaseException | None = None) -> None:
         if kind not in self._reported:
             self._reported.add(kind)
             logger.warning("%s Others like it are only counted.", message, exc_info=error)

@@ -19,7 +19,7 @@ class SamplingConfig(BaseModel):
     """At least 0.01: vLLM silently raises what is lower, and would sample from another distribution than it reports."""
     top_p: float = 1.0
     top_k: int = -1
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the engines' random state."""
 
     @model_validator(mode="after")

@@ -115,8 +115,8 @@ def load_reward(spec: str) -> RewardFunction:
 def _load_module(name: str, spec: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    # The module is the user's: whatever it raises is a fault of the configuration.
-    except Exception as error:
+    # The module is the user's: whatever it raises, `sys.exit()` included, is a fault of the configuration.
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"task.reward: can't import {name!r} of {spec!r}: {type(error).__name__}: {error} "
             "(a file outside the Python path is given as path/to/file.py:function)"
@@ -134,7 +134,7 @@ def _load_file(source: str, spec: str) -> ModuleType:
     sys.modules[module_spec.name] = module
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"task.reward: can't run {path}: {type(error).__name__}: {error}") from error
     return module
 
@@ -147,6 +147,8 @@ def _own_functions(module: ModuleType) -> str:
 
 
 def _check_signature(function: RewardFunction, spec: str) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"task.reward: expected a plain function, {spec} is a coroutine function (async def)")
     try:
         inspect.signature(function).bind(response="", answer=None, metadata={})
     except TypeError as error:

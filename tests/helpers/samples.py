@@ -52,6 +52,6 @@ class ListTask:
 
     def reward(self, trajectory: Trajectory) -> float:
         reward = self._rewards[trajectory.sample_index]
-        if isinstance(reward, Exception):
+        if isinstance(reward, BaseException):
             raise reward
         return reward

@@ -102,6 +102,7 @@ def test_an_empty_override_unsets_a_key(base: Path) -> None:
         ("run.num_steps=0", "run.num_steps: expected greater than or equal to 1, got 0"),
         ("sampling.temperature=inf", "sampling.temperature: expected a finite number, got inf"),
         ("learner.optimizer.learning_rate=nan", "learner.optimizer.learning_rate: expected a finite number, got nan"),
+        ("sampling.seed=4294967296", "sampling.seed: expected less than 4294967296, got 4294967296"),
         ("run=3", "run: expected a table, got 3"),
         ("task=", "task: expected a value, the configuration gives none"),
         ("no_equals", "--set no_equals: expected section.key=value"),

@@ -145,6 +145,12 @@ def test_steps_without_usable_samples_are_skipped_then_refused(
     assert caplog.text.count("is skipped: no group has two scored samples") == 3
 
 
+def test_a_short_run_without_any_usable_sample_fails(tmp_path: Path) -> None:
+    driver, _ = make_driver(tmp_path, ListTask({0: 1.0, 1: RuntimeError("broken")}), two_engines(), num_steps=2)
+    with pytest.raises(NoUsableSamplesError, match="2 steps in a row"):
+        driver.train()
+
+
 @pytest.mark.parametrize(
     ("behaviour", "message"),
     [

@@ -70,6 +70,15 @@ def test_weights_that_were_cut_short(configure, tiny: Path, tmp_path: Path) -> N
         check_run(configure(f"model.path={folder}"))
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model(configure, tiny: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "small")
+    config = AutoConfig.from_pretrained(folder)
+    config.vocab_size = 10
+    config.save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"^model\.path: expected a vocab_size of at least \d+ .*, got 10$"):
+        check_run(configure(f"model.path={folder}"))
+
+
 def test_sliding_window_layers(configure, tiny: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny, tmp_path / "sliding")
     config = AutoConfig.from_pretrained(folder)

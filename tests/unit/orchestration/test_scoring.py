@@ -14,7 +14,17 @@ from tests.helpers.samples import ListTask, make_trajectory
 
 
 def test_every_outcome_is_counted() -> None:
-    rewards = {0: 1.0, 1: KeyError("no answer"), 2: math.nan, 3: math.inf, 4: "good", 5: None, 6: 0, 7: np.float32(0.5)}
+    rewards = {
+        0: 1.0,
+        1: KeyError("no answer"),
+        2: math.nan,
+        3: math.inf,
+        4: "good",
+        5: None,
+        6: 0,
+        7: np.float32(0.5),
+        8: SystemExit(0),
+    }
     trajectories = [make_trajectory(sample_index=i, reward=None) for i in rewards]
     trajectories += [make_trajectory("aborted", finish_reason="abort", reward=None)]
     trajectories[6] = make_trajectory(sample_index=6, finish_reason="length", reward=None)
@@ -23,14 +33,14 @@ def test_every_outcome_is_counted() -> None:
 
     assert [(t.sample_index, t.reward) for t in kept] == [(0, 1.0), (6, 0.0), (7, 0.5)]
     assert asdict(counts) == {
-        "requested": 9,
+        "requested": 10,
         "scored": 3,
-        "dropped_reward_error": 1,
+        "dropped_reward_error": 2,
         "dropped_reward_nan": 4,
         "aborted": 1,
         "truncated": 1,
     }
-    assert counts.dropped == 6
+    assert counts.dropped == 7
 
 
 def test_order_does_not_depend_on_which_sample_finished_first() -> None:

@@ -58,14 +58,19 @@ def test_function_of_a_file_that_has_dataclasses(tmp_path: Path) -> None:
         ("{folder}/missing.py:score", "expected a Python file at .*missing.py"),
         (
             "{folder}/reward.py:scores",
-            "expected a function 'scores' in .*reward.py, there is none; it defines bad, score",
+            "expected a function 'scores' in .*reward.py, there is none; it defines bad, later, score",
         ),
         ("{folder}/reward.py:bad", r"must be callable as function\(response=..., answer=..., metadata=...\): "),
+        ("{folder}/exits.py:score", "can't run .*exits.py: SystemExit: 0"),
+        ("{folder}/reward.py:later", r"expected a plain function, .*reward.py:later is a coroutine function"),
         ("{folder}/broken.py:score", "can't run .*broken.py: ZeroDivisionError: division by zero"),
     ],
 )
 def test_refusals_name_the_setting_and_fit_one_line(tmp_path: Path, spec: str, expected: str) -> None:
-    (tmp_path / "reward.py").write_text("def score(**_):\n    return 1.0\ndef bad(response):\n    return 1.0\n")
+    (tmp_path / "reward.py").write_text(
+        "def score(**_):\n    return 1.0\ndef bad(response):\n    return 1.0\nasync def later(**_):\n    return 1.0\n"
+    )
+    (tmp_path / "exits.py").write_text("raise SystemExit(0)\n")
     (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(ValueError, match=r"^task\.reward: .*" + expected) as caught:
         load_reward(spec.format(folder=tmp_path))
