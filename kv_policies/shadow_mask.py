@@ -114,7 +114,7 @@ class ShadowMask:
         """int32 [L, H_kv, T]: the first row that can no longer see each key, `NEVER` if there is none."""
         out = np.full((self.num_layers, self.num_kv_heads, self.num_tokens), NEVER, dtype=np.int32)
         for first_row, alive, survives in self._replay():
-            out[alive & ~survives] = first_row
+            out[..., : alive.shape[-1]][alive & ~survives] = first_row
         return out
 
     def visible(self, row: int) -> np.ndarray:
@@ -187,19 +187,19 @@ class ShadowMask:
         return hash(self.to_bytes())
 
     def _replay(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yields (first_row, alive before, alive after), bool [L, H_kv, T], per event; validates on the way."""
-        alive = np.zeros((self.num_layers, self.num_kv_heads, self.num_tokens), dtype=bool)
+        """Yields (first_row, alive before, alive after), bool [L, H_kv, last first_row], per event; validates on the
+        way. Nothing is allocated that the bits do not account for: the numbers of a damaged mask can be anything."""
         start = 0
         for index, event in enumerate(self.events):
             _check_first_row(event.first_row, start, self.num_tokens)
+            self._check_bits(index, event, at_least=event.first_row - start)
+            start = event.first_row
+        alive = np.zeros((self.num_layers, self.num_kv_heads, start), dtype=bool) if self.events else np.zeros(0, bool)
+        start = 0
+        for index, event in enumerate(self.events):
             alive[..., start : event.first_row] = True
             counts = alive.sum(-1)
-            expected = (self.num_layers, self.num_kv_heads, -(-int(counts.max()) // 8))
-            if event.bits.dtype != np.uint8 or event.bits.shape != expected:
-                raise ValueError(
-                    f"ShadowMask: events[{index}].bits: expected uint8 {list(expected)}, "
-                    f"got {event.bits.dtype} {list(event.bits.shape)}"
-                )
+            self._check_bits(index, event, at_least=(most := int(counts.max())), at_most=most)
             bits = np.unpackbits(event.bits, axis=-1).view(bool)
             is_key = np.arange(bits.shape[-1]) < counts[..., None]
             if (bits & ~is_key).any():
@@ -208,6 +208,17 @@ class ShadowMask:
             survives[alive] = bits[is_key]
             yield event.first_row, alive, survives
             alive, start = survives.copy(), event.first_row
+
+    def _check_bits(self, index: int, event: EvictionEvent, *, at_least: int, at_most: int | None = None) -> None:
+        """Refuses bits that are not [L, H_kv, bytes for so many keys]."""
+        bits, heads = event.bits, (self.num_layers, self.num_kv_heads)
+        smallest = -(-at_least // 8)
+        fits = bits.ndim == 3 and bits.shape[:2] == heads and bits.shape[2] >= smallest
+        if not fits or bits.dtype != np.uint8 or (at_most is not None and bits.shape[2] != smallest):
+            raise ValueError(
+                f"ShadowMask: events[{index}].bits: expected uint8 {[*heads, smallest]}, "
+                f"got {bits.dtype} {list(bits.shape)}"
+            )
 
 
 def _check_first_row(first_row: int, previous: int, num_tokens: int) -> None:

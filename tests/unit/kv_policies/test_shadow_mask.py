@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -186,6 +187,26 @@ def test_from_bytes_refuses(damage, message):
     mask = ShadowMask.pack(num_tokens=8, num_layers=1, num_kv_heads=1, kept=[(4, np.array([[[0, 3]]]))])
     with pytest.raises(ValueError, match=message):
         ShadowMask.from_bytes(damage(mask.to_bytes()))
+
+
+@pytest.mark.parametrize("kept", [[], [(4, np.array([[[0, 3]]]))]])
+def test_damaged_sizes_cost_no_memory(kept):
+    data = bytearray(ShadowMask.pack(num_tokens=8, num_layers=1, num_kv_heads=1, kept=kept).to_bytes())
+    data[4:8] = b"\xff\xff\xff\xff"  # number of tokens
+    if kept:
+        data[16:20] = b"\xfe\xff\xff\xff"  # first row of the event
+    else:
+        data[8:12] = b"\xff\xff\xff\xff"  # layers and KV heads
+    tracemalloc.start()
+    try:
+        if kept:
+            with pytest.raises(ValueError, match="bits: expected uint8"):
+                ShadowMask.from_bytes(bytes(data))
+        else:
+            assert ShadowMask.from_bytes(bytes(data)).num_tokens == 2**32 - 1
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_visible_refuses_rows_outside():
